@@ -1,0 +1,176 @@
+"""The recoverable linear layer: one layer, two paths, and a switch that recompiles nothing.
+
+A layer becomes recoverable by changing its class, not by being replaced: hooks, tied weights, wrappers and optimizers
+hold the module object and its parameters, and all of these stay the same objects. Its forward calls one custom op that
+reads the switch, a bool tensor on the CPU, when it runs. To a compiled graph the switch is an input like any other,
+so flipping it invalidates no graph; to a GPU it costs no synchronisation, since it never leaves the host.
+
+The op is opaque to autograd and to the compiler, so its backward is a second op. That one also counts the work
+done on each path into `flops`: the cost of recovery is then known without a hook, and a layer that nobody calls shows.
+
+Legend: M = rows (batch * sequence), K = in_features, N = out_features.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import backends
+
+LOW, BF16, FALLBACK_CALLS = 0, 1, 2
+"""Slots of a layer's `flops` tensor: matmul FLOPs in low precision, in bf16, and calls whose shape forced bf16."""
+
+
+class RecoverableLinear(nn.Linear):
+    """An `nn.Linear` that runs in low precision, or in bf16 while its unit is recovered.
+
+    Never constructed: `make_recoverable` turns an existing layer into one, `restore_plain` turns it back. Copies and
+    pickles of it are plain layers, so a model taken out of the run carries nothing of this package.
+    """
+
+    plain_class: type[nn.Linear] = nn.Linear
+    recovered: Tensor  # (), bool, CPU: the unit's switch, shared by its layers
+    flops: Tensor  # (3,), float64, CPU: see LOW, BF16, FALLBACK_CALLS
+    backend: str  # key of backends.get
+
+    def forward(self, input: Tensor) -> Tensor:
+        # What autocast does for F.linear; the weight is cast (or quantised, from full precision) inside the op.
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        x_MK = input.reshape(-1, input.shape[-1])
+        y_MN = _linear(x_MK, self.weight, self.bias, self.recovered, self.flops, self.backend)
+        return y_MN.view(*input.shape[:-1], y_MN.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.backend}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {k: v for k, v in self.__dict__.items() if k not in _ATTRIBUTES}
+        return copyreg.__newobj__, (self.plain_class,), state  # type: ignore[attr-defined]
+
+
+_ATTRIBUTES = ("recovered", "flops", "backend")
+_CLASSES: dict[type[nn.Linear], type[RecoverableLinear]] = {nn.Linear: RecoverableLinear}
+
+
+def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str) -> None:
+    """Turns `linear` into a `RecoverableLinear` in place.
+
+    Args:
+        linear: a layer whose class has `nn.Linear`'s own forward.
+        recovered: the switch, a bool CPU tensor of shape (), shared with the other layers of its unit.
+        backend: name of a registered backend.
+    """
+    # FSDP2 gives a sharded layer a class of its own; the new class derives from it, so that it stays sharded.
+    cls = type(linear)
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(f"Recoverable{cls.__name__}", (RecoverableLinear, cls), {"plain_class": cls})
+    linear.__class__ = _CLASSES[cls]
+    for name, value in zip(_ATTRIBUTES, (recovered, torch.zeros(3, dtype=torch.float64), backend), strict=True):
+        linear.__dict__[name] = value
+
+
+def restore_plain(linear: nn.Linear) -> None:
+    """Gives a recoverable layer its plain class back, in place."""
+    assert isinstance(linear, RecoverableLinear)
+    linear.__class__ = linear.plain_class
+    for name in _ATTRIBUTES:
+        del linear.__dict__[name]
+
+
+def _runs_low(x_MK: Tensor, recovered: Tensor, backend: str) -> bool:
+    return not recovered.item() and x_MK.shape[0] > 0 and backends.get(backend).takes_rows(x_MK.shape[0], x_MK.device.type)
+
+
+@torch.library.custom_op("gnmr_lightning::linear", mutates_args=())
+def _linear(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, recovered: Tensor, flops: Tensor, backend: str
+) -> Tensor:
+    bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
+    if not _runs_low(x_MK, recovered, backend):
+        return F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N)
+    y_MN = backends.get(backend).output(x_MK, weight_NK)
+    return y_MN if bias_N is None else y_MN + bias_N
+
+
+@_linear.register_fake
+def _(x_MK: Tensor, weight_NK: Tensor, bias_N: Any, recovered: Any, flops: Any, backend: Any) -> Tensor:
+    return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
+
+
+@torch.library.custom_op("gnmr_lightning::linear_backward", mutates_args=("flops",))
+def _linear_backward(
+    grad_MN: Tensor,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    recovered: Tensor,
+    flops: Tensor,
+    backend: str,
+    need_input: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    low = _runs_low(x_MK, recovered, backend)
+    matmuls = 1 + need_input + need_weight  # the forward one is counted here too: see the module's docstring
+    flops[LOW if low else BF16].add_(2.0 * grad_MN.shape[0] * weight_NK.numel() * matmuls)
+    if low:
+        grads = backends.get(backend).grads(grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight)
+    else:
+        if x_MK.shape[0] > 0 and not recovered.item():
+            flops[FALLBACK_CALLS].add_(1)
+        grads = (
+            grad_MN @ weight_NK.to(grad_MN.dtype) if need_input else None,
+            grad_MN.t() @ x_MK if need_weight else None,
+        )
+    # An op must return tensors, and in the layout that its fake promises to the compiler.
+    grad_input, grad_weight = (grad_MN.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
+    return grad_input, grad_weight
+
+
+@_linear_backward.register_fake
+def _(
+    grad_MN: Tensor,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    recovered: Any,
+    flops: Any,
+    backend: Any,
+    need_input: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    return (
+        grad_MN.new_empty(x_MK.shape if need_input else 0),
+        grad_MN.new_empty(weight_NK.shape if need_weight else 0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_MK, weight_NK, bias_N, recovered, flops, backend = inputs
+    # The switch is saved too: a flip between forward and backward is then autograd's usual error, not a wrong gradient.
+    ctx.save_for_backward(x_MK, weight_NK, recovered)
+    ctx.flops, ctx.backend = flops, backend
+
+
+def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
+    x_MK, weight_NK, recovered = ctx.saved_tensors
+    need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+    grad_input, grad_weight = _linear_backward(
+        grad_MN, x_MK, weight_NK, recovered, ctx.flops, ctx.backend, need_input, need_weight
+    )
+    return (
+        grad_input if need_input else None,
+        grad_weight if need_weight else None,
+        grad_MN.sum(0) if need_bias else None,
+        None,
+        None,
+        None,
+    )
+
+
+_linear.register_autograd(_backward, setup_context=_setup_context)
