@@ -14,7 +14,6 @@ Legend: M = rows (batch * sequence), K = in_features, N = out_features.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,13 +79,14 @@ def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str) -> None
 def restore_plain(linear: nn.Linear) -> None:
     """Gives a recoverable layer its plain class back, in place."""
     assert isinstance(linear, RecoverableLinear)
-    linear.__class__ = linear.plain_class
+    linear.__class__ = linear.plain_class  # type: ignore[assignment]
     for name in _ATTRIBUTES:
         del linear.__dict__[name]
 
 
 def _runs_low(x_MK: Tensor, recovered: Tensor, backend: str) -> bool:
-    return not recovered.item() and x_MK.shape[0] > 0 and backends.get(backend).takes_rows(x_MK.shape[0], x_MK.device.type)
+    rows = x_MK.shape[0]
+    return not recovered.item() and rows > 0 and backends.get(backend).takes_rows(rows, x_MK.device.type)
 
 
 @torch.library.custom_op("gnmr_lightning::linear", mutates_args=())
@@ -151,7 +151,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_MK, weight_NK, bias_N, recovered, flops, backend = inputs
+    x_MK, weight_NK, _, recovered, flops, backend = inputs
     # The switch is saved too: a flip between forward and backward is then autograd's usual error, not a wrong gradient.
     ctx.save_for_backward(x_MK, weight_NK, recovered)
     ctx.flops, ctx.backend = flops, backend

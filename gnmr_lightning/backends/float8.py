@@ -53,7 +53,8 @@ class Float8Backend(Backend):
 
     def _cast(self, operand: Tensor, cast: CastConfig | None, role: GemmInputRole, dim: int) -> Tensor:
         """`operand` in float8, scaled per tensor or along `dim`; unchanged where the config disables the cast."""
-        assert cast is not None and cast.target_dtype is not None  # Float8LinearConfig fills both in
+        assert cast is not None
+        assert cast.target_dtype is not None  # Float8LinearConfig fills both in
         if cast.scaling_type is ScalingType.DISABLED:
             return operand
         return hp_tensor_to_float8_dynamic(

@@ -1,0 +1,148 @@
+"""The signal: one gradient norm per unit and optimizer step, from one pass over the gradients.
+
+The pass covers every parameter of the optimizer, not only the units': gradient clipping by norm and the check for
+non-finite gradients then need no pass of their own. It costs one foreach kernel, one collective per sharded mesh, and
+one host synchronisation, which brings the squared norms of all parameters (8 bytes each) to the CPU; the sums per unit
+are made there, in a fixed order and in float64, so that every rank decides on the same numbers.
+
+Legend: P = parameters of the optimizer that have a gradient, U = units.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .units import RecoverableUnit
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What was measured in one optimizer step."""
+
+    norms: Tensor
+    """(U,), float64, CPU: L2 norm of the gradients of each unit's trainable parameters; 0 where there are none."""
+    stepping: Tensor
+    """(U,), bool: the units that the optimizer owns a parameter of."""
+    present: Tensor
+    """(U,), bool: the units that have a gradient in this step."""
+    total_norm: float
+    """L2 norm of all gradients of the optimizer, over all ranks; inf or nan where one of them is not finite."""
+    gradients: list[Tensor]
+    """The measured gradients, P of them, local shards where they are sharded."""
+    versions: list[int]
+    """Their autograd versions when they were measured: unequal now means that somebody changed one since."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether every gradient of the optimizer is finite."""
+        return math.isfinite(self.total_norm)
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether these are still the optimizer's gradients, unchanged since they were measured."""
+        now = _gradients(optimizer)
+        return len(now) == len(self.gradients) and all(
+            a is b and a._version == v for (_, a), b, v in zip(now, self.gradients, self.versions, strict=True)
+        )
+
+
+class UnitNorms:
+    """Measures the gradient norm of each unit.
+
+    Args:
+        units: the units; each is measured through the trainable parameters of its layers.
+    """
+
+    def __init__(self, units: Sequence[RecoverableUnit]) -> None:
+        self._units = units
+        self._plans: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[int, int], Tensor]]
+        self._plans = weakref.WeakKeyDictionary()
+
+    def measure(self, optimizer: Optimizer) -> Signal:
+        """The signal of this optimizer's complete, unscaled gradients."""
+        unit_of, stepping_U = self._plan(optimizer)
+        rest = len(self._units)  # parameters outside of all units are summed behind the last one
+        found = _gradients(optimizer)
+        gradients = [gradient for _, gradient in found]
+        squares_P = _squared_norms([p for p, _ in found], gradients)
+        unit_P = torch.tensor([unit_of.get(id(p), rest) for p, _ in found], dtype=torch.int64)
+        squares = torch.zeros(rest + 1, dtype=torch.float64).index_add_(0, unit_P, squares_P)
+        present = torch.zeros(rest + 1, dtype=torch.bool).index_fill_(0, unit_P, True)
+        return Signal(
+            norms=squares[:rest].sqrt(),
+            stepping=stepping_U,
+            present=present[:rest],
+            total_norm=math.sqrt(squares_P.sum().item()),
+            gradients=gradients,
+            versions=[gradient._version for gradient in gradients],
+        )
+
+    def _plan(self, optimizer: Optimizer) -> tuple[dict[int, int], Tensor]:
+        """Which unit each of the optimizer's parameters belongs to; made again when parameters were added."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if (plan := self._plans.get(optimizer)) is None or plan[0] != count:
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            unit_of: dict[int, int] = {}
+            for index, unit in enumerate(self._units):
+                for parameter in (p for linear in unit.linears.values() for p in linear.parameters()):
+                    if id(parameter) in owned:  # one shared by two units is measured with the first
+                        unit_of.setdefault(id(parameter), index)
+            stepping = torch.zeros(len(self._units), dtype=torch.bool)
+            stepping[list(set(unit_of.values()))] = True
+            self._plans[optimizer] = plan = (count, unit_of, stepping)
+        return plan[1], plan[2]
+
+
+def scale_gradients(signal: Signal, factor: float) -> None:
+    """Multiplies the measured gradients by `factor`, in place."""
+    if signal.gradients:
+        torch._foreach_mul_(signal.gradients, factor)
+
+
+def _gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, Tensor]]:
+    """The optimizer's parameters that have a gradient, with their gradient's local values."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None:
+                if isinstance(gradient, DTensor):
+                    gradient = gradient._local_tensor
+                elif gradient.is_sparse:
+                    gradient = gradient._values()
+                found.append((parameter, gradient))
+    return found
+
+
+def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> Tensor:
+    """Squared L2 norm of each gradient over all of its shards, (P,), float64, CPU."""
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    device = gradients[0].device
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    squares_P = torch.stack([norm.to(device) for norm in norms]).double().square()
+    meshes: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor):
+            meshes.setdefault(_sharding_groups(parameter), []).append(index)
+    for groups, indices in meshes.items():
+        part = squares_P if len(indices) == len(gradients) else squares_P[indices]
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        squares_P[indices] = part
+    return squares_P.cpu()
+
+
+def _sharding_groups(parameter: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which the parameter's values are spread; replicas hold them all."""
+    return tuple(
+        parameter.device_mesh.get_group(dim) for dim, place in enumerate(parameter.placements) if place.is_shard()
+    )

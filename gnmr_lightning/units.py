@@ -1,0 +1,164 @@
+"""How a model is cut into recoverable units, and why a linear layer is left out.
+
+A unit is what recovery moves: one linear layer, or all linear layers of one repeated block. Only a layer that is
+really called as an `nn.Linear` can be moved, so every layer that is not, or that nobody wants in 8 bits, is listed as
+skipped with its reason. Nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .linear import RecoverableLinear
+
+Granularity = Literal["linear", "block"]
+
+_HEAD_NAMES = ("lm_head", "head", "output", "classifier", "score", "embed_out", "fc_out", "output_projection")
+
+
+@dataclass(frozen=True)
+class RecoverableUnit:
+    """One unit: what is measured, ranked and moved as a whole."""
+
+    name: str
+    """The layer's fully qualified name, or the block's."""
+    linears: dict[str, nn.Linear] = field(repr=False)
+    """Its layers by fully qualified name."""
+
+    @property
+    def fqns(self) -> list[str]:
+        """The fully qualified names of its layers."""
+        return list(self.linears)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A linear layer that stays as it is, and why."""
+
+    fqn: str
+    reason: str
+
+
+def cut(
+    model: nn.Module,
+    *,
+    granularity: Granularity = "linear",
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    refuses_layer: Callable[[int, int], str | None] = lambda in_features, out_features: None,
+) -> tuple[list[RecoverableUnit], list[Skipped]]:
+    """Cuts `model` into recoverable units, in the order in which the model registers its layers.
+
+    Args:
+        model: any module; it is not changed.
+        granularity: "linear", a unit per layer; or "block", a unit per element of each repeated `nn.ModuleList`, and a
+            unit per layer outside of these.
+        include: fnmatch patterns on fully qualified names. None takes every layer but the output head; given patterns
+            take exactly what they match, the head too.
+        exclude: fnmatch patterns of layers to leave out.
+        refuses_layer: the backend's rule: (in_features, out_features) -> why no call of such a layer can run in low
+            precision, or None.
+
+    Returns:
+        The units and the linear layers that belong to none.
+
+    Raises:
+        ValueError: an unknown granularity, a pattern that matches no linear layer, or no unit at all.
+    """
+    if granularity not in get_args(Granularity):
+        raise ValueError(f"granularity={granularity!r} is not known: write 'linear' or 'block'")
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        if isinstance(patterns, str):
+            raise ValueError(f"{argument}={patterns!r} is one string: write a list of patterns, [{patterns!r}]")
+    linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for pattern in (*(include or ()), *exclude):
+        if not any(fnmatchcase(fqn, pattern) for fqn in linears):
+            near = difflib.get_close_matches(pattern, linears, n=5, cutoff=0.3) or list(linears)[:5]
+            raise ValueError(
+                f"the pattern {pattern!r} matches no linear layer; the nearest names are {', '.join(near) or 'none'}"
+            )
+
+    never_called = {
+        f"{fqn}.out_proj" if fqn else "out_proj"
+        for fqn, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    heads = {} if include is not None else _heads(model, linears)
+    taken: dict[str, nn.Linear] = {}
+    skipped = []
+    for fqn, linear in linears.items():
+        if any(fnmatchcase(fqn, pattern) for pattern in exclude):
+            reason: str | None = "matches exclude"
+        elif include is not None and not any(fnmatchcase(fqn, pattern) for pattern in include):
+            reason = "matches no include pattern"
+        elif fqn in never_called:
+            reason = "nn.MultiheadAttention reads its weight and never calls it"
+        elif fqn in heads:
+            reason = heads[fqn]
+        else:
+            reason = _not_plain(linear) or refuses_layer(linear.in_features, linear.out_features)
+        if reason is None:
+            taken[fqn] = linear
+        else:
+            skipped.append(Skipped(fqn, reason))
+    if not taken:
+        reasons = "; ".join(f"{s.fqn}: {s.reason}" for s in skipped[:20]) or "the model has no nn.Linear"
+        raise ValueError(f"no linear layer is left to train in low precision ({reasons}): name some in include")
+
+    blocks = list(_blocks(model)) if granularity == "block" else []
+    grouped: dict[str, dict[str, nn.Linear]] = {}
+    for fqn, linear in taken.items():
+        name = next((block for block in blocks if fqn.startswith(f"{block}.")), fqn)
+        grouped.setdefault(name, {})[fqn] = linear
+    return [RecoverableUnit(name, members) for name, members in grouped.items()], skipped
+
+
+def _not_plain(linear: nn.Linear) -> str | None:
+    """Why `linear` is not called as a plain nn.Linear; None if it is."""
+    if isinstance(linear, RecoverableLinear):
+        return None
+    if type(linear).forward is not nn.Linear.forward or "forward" in linear.__dict__:
+        return f"{type(linear).__name__} has a forward of its own"
+    if any(is_lazy(parameter) for parameter in linear.parameters()):
+        return "a lazy layer whose sizes are not known yet: run one batch through the model first"
+    # torchao's converted weights and other wrappers compute in their own way; DTensor is how FSDP2 shards.
+    kind = type(linear.weight.data).__name__
+    if kind not in ("Tensor", "DTensor"):
+        return f"its weight is a {kind}, which computes in its own way"
+    return None
+
+
+def _heads(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, str]:
+    """The output heads with the reason each is taken for one; by position where neither name nor tying tells."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    # Hugging Face models say which layer it is.
+    getters = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    said_so = {id(getter()) for getter in getters if callable(getter)}
+    heads = {}
+    for fqn, linear in linears.items():
+        if id(linear) in said_so or fqn.rpartition(".")[2] in _HEAD_NAMES:
+            heads[fqn] = "the output head"
+        elif id(linear.weight) in embeddings:
+            heads[fqn] = "tied to an embedding, so the output head"
+    if not heads and linears:
+        heads[list(linears)[-1]] = "the last linear layer, taken for the output head: include=['*'] takes it too"
+    return heads
+
+
+def _blocks(model: nn.Module) -> Iterator[str]:
+    """Names of the elements of the outermost repeated ModuleLists that hold linear layers."""
+    seen: list[str] = []
+    for fqn, module in model.named_modules():
+        repeated = isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1
+        if not repeated or any(fqn.startswith(f"{outer}.") for outer in seen):
+            continue
+        if any(isinstance(m, nn.Linear) for m in module.modules()) and not isinstance(module[0], nn.Linear):
+            seen.append(fqn)
+            yield from (f"{fqn}.{index}" for index in range(len(module)))
