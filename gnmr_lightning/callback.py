@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,6 +32,7 @@ from .units import Granularity, RecoverableUnit, cut
 log = logging.getLogger(__name__)
 
 _MAX_EVENTS = 1000
+_TOTALS = {"max": "max_gnmr"}  # clearer names where no gnmr/ stands before them
 
 
 class Event(NamedTuple):
@@ -157,7 +158,8 @@ class GNMRCallback(pl.Callback):
         """Figures of the whole run so far in this process: `bf16_share` (of matmul FLOPs), `interventions`,
         `nonfinite_steps`, `fallback_calls`, `max_gnmr`, `max_delta`, `budget_use`, and `budget` (units)."""
         assert self._controller is not None, "totals() has something to say once a fit has started"
-        figures = {name: metric.compute().item() for name, metric in self._total.items()}
+        metrics = self._total.items()
+        figures = {_TOTALS.get(name, name): metric.compute().item() for name, metric in metrics if metric.update_called}
         return {**figures, "budget": self._controller.budget}
 
     def _note(self, step: int, decision: Decision) -> None:
@@ -166,7 +168,7 @@ class GNMRCallback(pl.Callback):
                 event = Event(step, self._units[index].name, kind, decision.gnmr[index].item())  # type: ignore[arg-type]
                 self.events.append(event)
                 if kind == "locked" and self._plugin is not None:
-                    _info(f"step {step}: {event.unit} runs bf16 from the next step on (GNMR {event.gnmr:.3g})")
+                    rank_zero_info(f"step {step}: {event.unit} runs bf16 from the next step on (GNMR {event.gnmr:.3g})")
 
     def _say_nonfinite(self, step: int, signal: Signal, decision: Decision | None) -> None:
         """One line per such step: where it began, and what is done about it."""
@@ -247,5 +249,4 @@ def _metrics() -> MetricCollection:
     )
 
 
-_info = rank_zero_only(log.info)
 _warn = rank_zero_only(log.warning)

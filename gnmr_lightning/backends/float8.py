@@ -13,8 +13,14 @@ import hashlib
 import torch
 from torch import Tensor
 from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
+from torchao.float8.float8_ops import float8_mm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
-from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+    ScaledMMConfig,
+)
 
 from . import Backend
 
@@ -143,5 +149,8 @@ class Float8Backend(Backend):
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.mm`, where operands left in high precision may differ in dtype (fp32 weights, bf16 activations)."""
-    return torch.mm(a, b if a.dtype == b.dtype else b.to(a.dtype))
+    """a @ b in the dtype that `a` had before its cast, for two float8 operands or two in high precision."""
+    if isinstance(a, Float8TrainingTensor):
+        # Not torch.mm: under autocast that would convert an operand cast from fp32 weights first, and fail.
+        return float8_mm(torch.ops.aten.mm.default, (a, b))
+    return torch.mm(a, b.to(a.dtype))
