@@ -13,8 +13,8 @@ Legend: M = rows (batch * sequence), K = in_features, N = out_features.
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,11 @@ class RecoverableLinear(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {k: v for k, v in self.__dict__.items() if k not in _ATTRIBUTES}
-        return copyreg.__newobj__, (self.plain_class,), state  # type: ignore[attr-defined]
+        return _new_plain, (self.plain_class,), state
+
+
+def _new_plain(cls: type[nn.Linear]) -> nn.Linear:
+    return cls.__new__(cls)
 
 
 _ATTRIBUTES = ("recovered", "flops", "backend")
@@ -92,13 +96,20 @@ def _runs_low(x_MK: Tensor, recovered: Tensor, backend: str) -> bool:
     return not recovered.item() and rows > 0 and backends.get(backend).takes_rows(rows, x_MK.device.type)
 
 
+def _no_autocast(x_MK: Tensor) -> AbstractContextManager:
+    """Backends choose their dtypes; autocast would round the products inside the CPU's scaled matmul once more."""
+    device_type = x_MK.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
 def _forward_kernel(
     x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, recovered: Tensor, flops: Tensor, backend: str
 ) -> Tensor:
     bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
     if not _runs_low(x_MK, recovered, backend):
         return F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N)
-    y_MN = backends.get(backend).output(x_MK, weight_NK)
+    with _no_autocast(x_MK):
+        y_MN = backends.get(backend).output(x_MK, weight_NK)
     return y_MN if bias_N is None else y_MN + bias_N
 
 
@@ -116,7 +127,10 @@ def _backward_kernel(
     matmuls = 1 + need_input + need_weight  # the forward one is counted here too: see the module's docstring
     flops[LOW if low else BF16].add_(2.0 * grad_MN.shape[0] * weight_NK.numel() * matmuls)
     if low:
-        grads = backends.get(backend).grads(grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight)
+        with _no_autocast(x_MK):
+            grads = backends.get(backend).grads(
+                grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight
+            )
     else:
         if x_MK.shape[0] > 0 and not recovered.item():
             flops[FALLBACK_CALLS].add_(1)
