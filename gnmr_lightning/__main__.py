@@ -20,11 +20,12 @@ from .precision import GNMRPrecision
 class UnitsTrainer(pl.Trainer):
     """Lightning's Trainer with an entry point that trains nothing; LightningCLI finds a subcommand's method by name."""
 
-    def units(self, model: pl.LightningModule) -> None:
+    def units(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None) -> None:
         """Prints each linear layer's unit, name, shape (out x in), and recipe or the reason why it is skipped.
 
         Args:
             model: the model; its `configure_model` is called as the Trainer would.
+            datamodule: not used; LightningCLI gives it to every subcommand of a config with data.
         """
         plugin = self.precision_plugin
         if not isinstance(plugin, GNMRPrecision):
@@ -64,14 +65,12 @@ def main(args: Sequence[str] | None = None) -> None:
     class CLI(LightningCLI):
         @staticmethod
         def subcommands() -> dict[str, set[str]]:
-            return {**LightningCLI.subcommands(), "units": {"model"}}
+            return {**LightningCLI.subcommands(), "units": {"model", "datamodule"}}
 
+    if args is not None:
+        sys.argv[1:] = args  # LightningCLI's own `args` warns about the arguments of the process
     # A second run into the same folder replaces the first one's config, as it does its other files.
-    CLI(
-        trainer_class=UnitsTrainer,
-        save_config_kwargs={"overwrite": True},
-        args=list(sys.argv[1:] if args is None else args),
-    )
+    CLI(trainer_class=UnitsTrainer, save_config_kwargs={"overwrite": True})
 
 
 if __name__ == "__main__":
