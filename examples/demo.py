@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +90,9 @@ class DemoFault(L.Callback):
         units = {unit.name: unit for unit in plugin.units}
         if self.unit not in units:
             raise ValueError(f"unit={self.unit!r} is not in the model: write one of {', '.join(list(units)[:8])} ...")
-        self._linears = [linear for linear in units[self.unit].linears.values() if isinstance(linear, RecoverableLinear)]
+        self._linears = [
+            linear for linear in units[self.unit].linears.values() if isinstance(linear, RecoverableLinear)
+        ]
         faulty = backends.register(FaultyBackend(plugin.backend, self.inflation))
         self._names = (plugin.backend.name, faulty.name)
 
@@ -263,8 +266,6 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 def main(given: Sequence[str] | None = None) -> None:
     """Runs the demo on `given`, the process's own arguments by default."""
-    import sys
-
     args = arguments(sys.argv[1:] if given is None else given)
     print(f"$ python -m gnmr_lightning {' '.join(args)}")
     command_line(args)

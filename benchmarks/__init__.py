@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.NAME [--quick] [--seed N] [--json FILE]`, from the repository's root."""
