@@ -7,12 +7,12 @@ BIN := .venv/bin
 STAMP := .venv/.setup-done
 
 # Every pip call has the constraints: an open torch requirement would take a CUDA build of several GB.
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 setup: $(STAMP)
 
-# The stamp is written last, so a set-up that was stopped half-way is done again; --clear would throw packages away.
+# The stamp is written last, so a set-up that was stopped half-way is done again.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -e '.[dev]'

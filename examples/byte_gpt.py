@@ -18,6 +18,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -101,7 +102,7 @@ class ByteGPT(L.LightningModule):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("test_loss", self._loss(batch), batch_size=len(batch))
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (self.warmup + 1)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
@@ -235,7 +236,8 @@ def _text_files(root: Path, max_mb: float, *, only_library: bool) -> dict[str, b
             found["/".join(inside)] = content
     taken: dict[str, bytes] = {}
     size = 0
-    for name in sorted(found, key=_digest):
+    # Other bytes of the hash than the split's, or a small cap would leave validation files alone.
+    for name in sorted(found, key=lambda name: _digest(name)[1:]):
         if size + len(found[name]) <= max_mb * 1e6:
             taken[name] = found[name]
             size += len(found[name])

@@ -11,20 +11,35 @@ Units whose risk is above 1 are locked to bf16 for `lock_interval` steps, highes
 at once. What the formulas leave open is read as follows.
 
 - m is the mean over the admitted steps before this one. Without any, or with m = 0, there is no evidence: GNMR is 1,
-  dGNMR is 0. A zero norm does not begin a history (a fresh LoRA B gives exact zeros), the first non-zero one does.
+  dGNMR is 0. A zero norm does not begin a history (a fresh LoRA B gives exact zeros), the first non-zero one does; its
+  GNMR of 1 opens the window of dGNMR.
 - Admission: a norm that is not finite never enters the history; one with risk > 1 is first limited to threshold * m,
   so a spike cannot raise its own baseline, but a lasting change of level is learnt. Its ratio is limited alike before
-  it enters the window of dGNMR.
+  it enters the window of dGNMR: the window holds admitted norm / m.
+- A norm that is not finite has GNMR, dGNMR and risk +inf, in warm-up too, where nothing is done about it. A finite
+  norm whose ratio overflows has risk +inf as well, but counts as finite: it is limited and admitted.
 - Order within an update: locks count down and units are released, then candidates are ranked; a unit released in this
-  update competes like any other. Equal risks go by rising unit index. Norms that are not finite rank above all others
-  and go by *falling* index: such a gradient flows backwards, from where it began to every earlier unit.
-- `common_mode="median"` divides each ratio by the median ratio of all measured units (three at least) before it is
-  ranked and before it enters the window; the limit of admission is multiplied by that median. `two_sided` then folds
-  the ratio, max(r, 1/r), so that a collapse is a risk like a rise; a collapsed norm is admitted as at least
-  m / threshold. The reported GNMR stays the plain n / m.
+  update competes like any other. Locked in update t, a unit is in `locked` of the updates t .. t + lock_interval - 1
+  and runs bf16 in the steps t + 1 .. t + lock_interval. Equal risks go by rising unit index. Here this departs from
+  the design's rule on purpose: norms that are not finite rank above all others and go by *falling* index, because such
+  a gradient flows backwards, from where it began to every earlier unit.
+- `common_mode="median"` divides each ratio by the median ratio of the units that have one in this step (three at
+  least; of an even number the lower middle one; not where the median is 0 or inf). Risk and the window of dGNMR see
+  the divided ratio, else one bad batch would hide what follows it from dGNMR. The limit of admission is threshold *
+  median * m, the norm at which the divided ratio is `threshold`: what all units share is learnt in full. The reported
+  GNMR stays the plain n / m.
+- `two_sided` folds the (divided) ratio, max(r, 1 / r), so that a collapse is a risk like a rise, and to exactly zero
+  an infinite one. Risk and the window of dGNMR see the folded ratio, so moving away from m is a rise whichever way it
+  goes, and coming back is none. A collapsed norm is admitted as at least m / threshold (times the median): a dying
+  signal lowers its own baseline no faster than a spike may raise it.
+
+The same norms give the same bits on every machine: only operations that are rounded alike everywhere (no fused ones),
+and sums over the window along its outer dimension, unit by unit in one order, whatever the vector width. Neither
+torch's default dtype nor its default device matters.
 
 The controller knows neither modules nor devices: numbers in, decision out, float64 on the CPU, no loop over units, and
-a state whose size does not depend on the number of steps.
+a state whose size does not depend on the number of steps. A step at U = 280 is all call overhead, so the masks that
+are the rule (every unit steps, every norm is finite and positive) are recognised and skip what only the others need.
 
 Legend: U = units, W = window.
 """
@@ -33,6 +48,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -53,7 +69,8 @@ class GNMRConfig:
     threshold: float = 2.0
     """Risk is above 1 when GNMR is above this; above 1."""
     delta_threshold: float = 1.0
-    """Risk is above 1 when Delta-GNMR is above this; positive. 1 asks for a rise by the unit's own mean norm."""
+    """Risk is above 1 when Delta-GNMR is above this; positive. With 1, a settled unit (mean ratio 1) meets both limits
+    at the same norm, 2 m, and Delta-GNMR speaks first only where the norms had been falling."""
     delta_window: int = 8
     """Admitted steps whose mean ratio Delta-GNMR is measured against; at least 1. Costs 8 bytes a unit and step."""
     history: History = "ema"
@@ -79,10 +96,10 @@ class GNMRConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} is not a number of steps: write an integer of at least {least}")
-        for name, low, high in (("threshold", 1.0, math.inf), ("delta_threshold", 0.0, math.inf), ("ema_decay", 0, 1)):
+        for name, low, high in (("threshold", 1, 1e9), ("delta_threshold", 0, 1e9), ("ema_decay", 0, 1)):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value < high:
-                raise ValueError(f"{name}={value!r} is out of range: write a number above {low} and below {high}")
+                raise ValueError(f"{name}={value!r} is out of range: write a number above {low} and below {high:g}")
         for name, choices in (("history", get_args(History)), ("common_mode", get_args(CommonMode))):
             value = getattr(self, name)
             if value not in choices:
@@ -125,6 +142,9 @@ class GNMRController:
         config: the policy.
         n_units: U, at least 1.
 
+    Attributes:
+        budget: maxO as a number of units, from 1 to U.
+
     Raises:
         ValueError: no unit to control.
     """
@@ -134,28 +154,30 @@ class GNMRController:
             raise ValueError(f"n_units={n_units} leaves nothing to control: give at least one unit")
         self.config = config
         self.n_units = n_units
-        share = isinstance(config.max_o, float)
-        self.budget = min(n_units, max(1, int(config.max_o * n_units)) if share else int(config.max_o))
-        """maxO as a number of units."""
-        U, f64 = n_units, torch.float64
-        self._state = {
-            "steps": torch.zeros(U, dtype=torch.int64),  # updates that the unit took part in
-            "lock": torch.zeros(U, dtype=torch.int64),  # steps that are left of its lock
-            "admitted": torch.zeros(U, dtype=torch.int64),  # norms in its history
-            "ratios": torch.zeros(U, config.delta_window, dtype=f64),  # the last admitted ratios, newest last
-            # The history: a window of norms, or one number (EMA before bias correction, or sum).
-            "norms": torch.zeros(U, config.history_window if config.history == "window" else 1, dtype=f64),
-        }
+        # The share is rounded down, but 0.29 of 100 units is 29, not the 28.999... of its binary product.
+        units = math.floor(config.max_o * n_units + 1e-9) if isinstance(config.max_o, float) else config.max_o
+        self.budget = min(n_units, max(1, units))
+        # device="cpu": the user's default device (Trainer.init_module, torch.set_default_device) is not ours.
+        self._everyone = torch.ones(n_units, dtype=torch.bool, device="cpu")
+        counts = partial(torch.zeros, dtype=torch.int64, device="cpu")
+        values = partial(torch.zeros, dtype=torch.float64, device="cpu")
+        self._steps_U = counts(n_units)  # updates that the unit took part in
+        self._until_U = counts(n_units)  # it is locked while steps < until
+        self._admitted_U = counts(n_units)  # norms in its history
+        self._ratios_WU = values(config.delta_window, n_units)  # ring of the last admitted ratios
+        # The history: a ring of norms, or their decayed sum and the decayed sum of ones.
+        self._norms = values(config.history_window, n_units) if config.history == "window" else values(n_units)
+        self._weight_U = values(n_units)
 
     @property
     def locked(self) -> Tensor:
-        """(U,), bool: the units that run bf16 in the next optimizer step."""
-        return self._state["lock"] > 0
+        """(U,), bool: the units that run bf16 in the next optimizer step; a copy."""
+        return self._until_U > self._steps_U
 
     @property
     def nbytes(self) -> int:
         """Size of the state in bytes; the same at every step."""
-        return sum(tensor.nbytes for tensor in self._state.values())
+        return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def update(self, norms: Tensor, *, stepping: Tensor | None = None, present: Tensor | None = None) -> Decision:
         """Takes one optimizer step's gradient norms and decides.
@@ -168,76 +190,106 @@ class GNMRController:
                 lock down and is otherwise left alone.
 
         Raises:
-            ValueError: norms of another length or type, or negative ones.
+            ValueError: norms or masks of another length, type or device, or negative norms. Nothing has changed then.
         """
-        c, state = self.config, self._state
-        n_U, stepping_U, measured_U = self._check(norms, stepping, present)
-        finite_U = n_U.isfinite()
-        nonfinite_U = measured_U & ~finite_U
-        measured_U = measured_U & finite_U
+        c = self.config
+        n_U, all_finite, all_positive = self._check_norms(norms)
+        stepping_U, measured_U = self._check_masks(stepping, present)
+        nonfinite_U = torch.zeros_like(self._everyone)
+        if not all_finite:
+            finite_U = n_U < math.inf
+            nonfinite_U = measured_U & ~finite_U
+            measured_U = measured_U & finite_U
+            n_U = n_U.where(finite_U, 0.0)
 
         # The ratios.
         m_U = self._mean()
-        known_U = measured_U & (m_U > 0)
-        gnmr_U = torch.where(known_U, n_U / m_U, 1.0)
+        known_U = self._everyone_if(measured_U & (m_U > 0))
+        gnmr_U = self._where(known_U, n_U / m_U, 1.0)
         common = self._common(gnmr_U, known_U)
-        ratio_U = gnmr_U if common == 1.0 else torch.where(known_U, gnmr_U / common, 1.0)
+        ratio_U = gnmr_U if common == 1.0 else self._where(known_U, gnmr_U / common, 1.0)
         if c.two_sided:
-            ratio_U = torch.maximum(ratio_U, 1 / ratio_U)
-        in_window_U = state["admitted"].clamp(max=c.delta_window)
-        delta_U = torch.where(known_U, ratio_U - state["ratios"].sum(1) / in_window_U, 0.0)
-        risk_U = torch.maximum(ratio_U / c.threshold, delta_U / c.delta_threshold) * measured_U
-        if nonfinite_U.any():
-            gnmr_U, delta_U, risk_U = (t.masked_fill(nonfinite_U, math.inf) for t in (gnmr_U, delta_U, risk_U))
-        risky_U = risk_U > 1
+            ratio_U = ratio_U.maximum(1 / ratio_U)
+        recent_U = self._ratios_WU.sum(0) / self._admitted_U.clamp(max=c.delta_window)
+        delta_U = self._where(known_U, ratio_U - recent_U, 0.0)
+        risk_U = (ratio_U / c.threshold).maximum(delta_U / c.delta_threshold)
+        risk_U = self._where(measured_U, risk_U, 0.0)
+        if not all_finite:
+            gnmr_U, delta_U, risk_U = (x_U.masked_fill(nonfinite_U, math.inf) for x_U in (gnmr_U, delta_U, risk_U))
+        any_risk = risk_U.max().item() > 1
 
         # The decision.
-        was_locked_U = state["lock"] > 0
-        state["lock"].sub_((was_locked_U & stepping_U).long())
-        locked_U = state["lock"] > 0
+        was_locked_U = self.locked
+        self._steps_U.add_(stepping_U)
+        locked_U = self.locked
+        released_U = was_locked_U > locked_U
         newly_U = torch.zeros_like(locked_U)
-        candidates_U = risky_U & ~locked_U & (state["steps"] >= c.warmup_steps)
-        if candidates_U.any():
-            chosen = self._rank(candidates_U, risk_U, nonfinite_U)[: self.budget - int(locked_U.sum())]
+        if any_risk:
+            candidates_U = (risk_U > 1) & ~locked_U & (self._steps_U > c.warmup_steps)
+            room = max(0, self.budget - int(locked_U.sum()))
+            chosen = self._rank(candidates_U, risk_U, nonfinite_U)[:room]
             newly_U[chosen] = True
-            state["lock"][chosen] = c.lock_interval
+            locked_U[chosen] = True
+            self._until_U[chosen] = self._steps_U[chosen] + c.lock_interval
 
         # The history.
-        limited_U = n_U.minimum(c.threshold * common * m_U)
-        if c.two_sided:
-            limited_U = limited_U.maximum(common * m_U / c.threshold)
-        self._admit(torch.where(risky_U & known_U, limited_U, n_U), ratio_U, measured_U & ((m_U > 0) | (n_U > 0)))
-        state["steps"].add_(stepping_U)
+        if any_risk:
+            limit_U = common * m_U
+            limited_U = n_U.minimum(limit_U * c.threshold)
+            if c.two_sided:
+                limited_U = limited_U.maximum(limit_U / c.threshold)
+            n_U = limited_U.where(known_U & (risk_U > 1), n_U)
+            ratio_U = ratio_U.clamp(max=c.threshold)
+        self._admit(n_U, ratio_U, measured_U if all_positive else measured_U & (known_U | (n_U > 0)))
         return Decision(
             gnmr=gnmr_U,
             delta_gnmr=delta_U,
             risk=risk_U,
-            locked=locked_U | newly_U,
+            locked=locked_U,
             newly_locked=newly_U,
-            released=was_locked_U & ~locked_U,
+            released=released_U,
             nonfinite=nonfinite_U,
         )
 
-    def _check(self, norms: Tensor, stepping: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        if norms.shape != (self.n_units,) or not norms.is_floating_point():
+    def _check_norms(self, norms: Tensor) -> tuple[Tensor, bool, bool]:
+        """The norms in float64, whether all are finite, and whether all are finite and positive."""
+        if norms.shape != self._everyone.shape or not norms.is_floating_point() or norms.device.type != "cpu":
             raise ValueError(
-                f"norms of shape {tuple(norms.shape)} and {norms.dtype} do not fit {self.n_units} units: give one "
-                "floating-point norm for each unit"
+                f"norms of shape {tuple(norms.shape)} and {norms.dtype} on {norms.device} do not fit {self.n_units} "
+                "units: give one floating-point norm for each unit, on the CPU"
             )
-        n_U = norms.to(torch.float64)
-        if (n_U < 0).any():
-            raise ValueError(f"the norm {n_U.min().item()} is negative: give L2 norms")
-        everyone = torch.ones(self.n_units, dtype=torch.bool)
-        stepping_U = everyone if stepping is None else stepping
-        return n_U, stepping_U, stepping_U if present is None else stepping_U & present
+        n_U = norms.detach().to(torch.float64)
+        low, high = (x.item() for x in n_U.aminmax())  # both are nan where one norm is
+        if not low >= 0 and (n_U < 0).any():
+            raise ValueError(f"the norm {n_U[n_U < 0][0].item()} is negative: give L2 norms, which are 0 or above")
+        return n_U, high < math.inf, low > 0 and high < math.inf
+
+    def _check_masks(self, stepping: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The stepping units and those of them that have a gradient; `self._everyone` itself where that is all."""
+        for name, mask in (("stepping", stepping), ("present", present)):
+            if mask is not None and (
+                mask.shape != self._everyone.shape or mask.dtype != torch.bool or mask.device.type != "cpu"
+            ):
+                raise ValueError(
+                    f"{name} of shape {tuple(mask.shape)} and {mask.dtype} on {mask.device} is no mask of "
+                    f"{self.n_units} units: give one bool for each unit, on the CPU, or None for all"
+                )
+        stepping_U = self._everyone if stepping is None else stepping
+        measured_U = stepping_U if present is None else stepping_U & present
+        return stepping_U, self._everyone_if(measured_U)
+
+    def _everyone_if(self, mask_U: Tensor) -> Tensor:
+        """The mask, or `self._everyone` itself where it is true for all, which is the rule and saves work."""
+        return self._everyone if mask_U is self._everyone or mask_U.all() else mask_U
+
+    def _where(self, mask_U: Tensor, value_U: Tensor, other: float) -> Tensor:
+        return value_U if mask_U is self._everyone else value_U.where(mask_U, other)
 
     def _mean(self) -> Tensor:
-        """m, (U,): the historical mean; 0 where nothing was admitted yet."""
-        c, admitted_U, norms_UW = self.config, self._state["admitted"], self._state["norms"]
-        if c.history == "ema":
-            return norms_UW[:, 0] / (1 - c.ema_decay**admitted_U).clamp(min=1e-300)
-        counted_U = admitted_U.clamp(max=c.history_window) if c.history == "window" else admitted_U
-        return norms_UW.sum(1) / counted_U.clamp(min=1)
+        """m, (U,): the historical mean; nan where nothing was admitted yet."""
+        if self.config.history == "window":
+            return self._norms.sum(0) / self._admitted_U.clamp(max=self.config.history_window)
+        return self._norms / self._weight_U
 
     def _common(self, gnmr_U: Tensor, known_U: Tensor) -> float:
         """What all units share of their ratios; 1 where that is not asked for or cannot be told."""
@@ -253,40 +305,79 @@ class GNMRController:
         return torch.cat([began_late, others[risk_U[others].argsort(descending=True, stable=True)]])
 
     def _admit(self, n_U: Tensor, ratio_U: Tensor, admit_U: Tensor) -> None:
-        c, state = self.config, self._state
-        ratios_UW, norms_UW = state["ratios"], state["norms"]
-        state["ratios"] = torch.where(admit_U[:, None], _push(ratios_UW, ratio_U.clamp(max=c.threshold)), ratios_UW)
-        if c.history == "ema":
-            new_UW = c.ema_decay * norms_UW + (1 - c.ema_decay) * n_U[:, None]
-        elif c.history == "window":
-            new_UW = _push(norms_UW, n_U)
+        """Takes the norms and ratios of the units in `admit_U` into their history."""
+        self._push(self._ratios_WU, ratio_U, admit_U)
+        if self.config.history == "window":
+            self._push(self._norms, n_U, admit_U)
         else:
-            new_UW = norms_UW + n_U[:, None]
-        state["norms"] = torch.where(admit_U[:, None], new_UW, norms_UW)
-        state["admitted"].add_(admit_U)
+            # sum(decay**age * n) / sum(decay**age) is Adam's bias-corrected EMA; with decay 1, the mean of all.
+            decay: float | Tensor = self.config.ema_decay if self.config.history == "ema" else 1.0
+            if admit_U is not self._everyone:
+                decay, n_U = torch.ones_like(n_U).masked_fill_(admit_U, decay), n_U * admit_U
+            self._norms.mul_(decay).add_(n_U)
+            self._weight_U.mul_(decay).add_(admit_U)
+        self._admitted_U.add_(admit_U)
+
+    def _push(self, ring_WU: Tensor, value_U: Tensor, admit_U: Tensor) -> None:
+        """Puts the admitted units' values in the place of their oldest."""
+        place_1U = (self._admitted_U % len(ring_WU))[None]
+        value_1U = value_U[None]
+        if admit_U is not self._everyone:
+            value_1U = value_1U.where(admit_U, ring_WU.gather(0, place_1U))
+        ring_WU.scatter_(0, place_1U, value_1U)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            "steps": self._steps_U,
+            "until": self._until_U,
+            "admitted": self._admitted_U,
+            "ratios": self._ratios_WU,
+            "norms": self._norms,
+            "weight": self._weight_U,
+        }
+
+    def _shape(self) -> dict[str, Any]:
+        """What a state must agree on with the controller that goes on from it."""
+        c = self.config
+        windows = {"delta_window": c.delta_window} | (
+            {"history_window": c.history_window} if c.history == "window" else {}
+        )
+        return {"n_units": self.n_units, "history": c.history, **windows}
 
     def state_dict(self) -> dict[str, Any]:
         """Locks, warm-up counts and history: tensors and plain values, copies."""
-        state: dict[str, Any] = {name: tensor.clone() for name, tensor in self._state.items()}
-        return {**state, "history": self.config.history}
+        return {**self._shape(), **{name: tensor.clone() for name, tensor in self._tensors().items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a saved state; the decisions that follow are those of the run that saved it.
 
+        Thresholds, decay, warm-up and budget may be others than in that run.
+
         Raises:
-            ValueError: a state of another number of units, another kind of history or other window lengths.
+            ValueError: a state of another number of units, another kind of history or other window lengths, one that
+                is incomplete, or one with more locked units than maxO allows. Nothing has changed then.
         """
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
-        saved = {name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)}
-        if shapes != saved or state_dict["history"] != self.config.history:
+        for name, here in self._shape().items():
+            if (saved := state_dict.get(name)) != here:
+                raise ValueError(
+                    f"the saved control state has {name}={saved!r} and this run has {name}={here!r}: resume with the "
+                    "same units, history and windows, or load the weights alone"
+                )
+        tensors = self._tensors()
+        for name in sorted(tensors.keys() ^ (state_dict.keys() - self._shape().keys())):
+            verb = "lacks" if name in tensors else "has an unknown"
+            raise ValueError(f"the saved control state {verb} {name!r}: load what state_dict() of this version gave")
+        for name, tensor in tensors.items():
+            saved = state_dict[name]
+            if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
+                raise ValueError(
+                    f"the saved control state's {name!r} is no {tensor.dtype} tensor of shape {tuple(tensor.shape)}: "
+                    "load what state_dict() gave"
+                )
+        if (locked := int((state_dict["until"] > state_dict["steps"]).sum())) > self.budget:
             raise ValueError(
-                f"the saved control state (history={state_dict.get('history')!r}, shapes {saved}) does not fit this "
-                f"controller (history={self.config.history!r}, shapes {shapes}): resume with the same units, history, "
-                "history_window and delta_window"
+                f"the saved control state has {locked} locked units and max_o={self.config.max_o!r} allows "
+                f"{self.budget}: resume with max_o={locked} or more"
             )
-        self._state = {name: state_dict[name].clone() for name in self._state}
-
-
-def _push(window_UW: Tensor, value_U: Tensor) -> Tensor:
-    """The window with `value_U` as its newest entry, without its oldest."""
-    return torch.cat([window_UW[:, 1:], value_U[:, None]], dim=1)
+        for name, tensor in tensors.items():
+            tensor.copy_(state_dict[name])
