@@ -27,7 +27,7 @@ from .linear import FALLBACK_CALLS, RecoverableLinear
 from .metrics import Bf16Share, BudgetUse, DecisionCount, FallbackCalls, MaxRatio
 from .precision import GNMRPrecision
 from .signal import Signal, UnitNorms
-from .units import Granularity, RecoverableUnit, cut
+from .units import Granularity, RecoverableUnit, check_patterns, cut
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class GNMRCallback(pl.Callback):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
+        check_patterns(include, exclude)
         self.per_unit = per_unit
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._control = control

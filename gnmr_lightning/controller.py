@@ -57,6 +57,8 @@ from torch import Tensor
 History = Literal["ema", "window", "cumulative"]
 CommonMode = Literal["none", "median"]
 
+_LARGEST = 1e300  # a finite norm above counts as this, so that no sum of norms overflows
+
 
 @dataclass(frozen=True, kw_only=True)
 class GNMRConfig:
@@ -237,7 +239,7 @@ class GNMRController:
             limit_U = common * m_U
             limited_U = n_U.minimum(limit_U * c.threshold)
             if c.two_sided:
-                limited_U = limited_U.maximum(limit_U / c.threshold)
+                limited_U = limited_U.maximum((limit_U / c.threshold).clamp(max=_LARGEST))
             n_U = limited_U.where(known_U & (risk_U > 1), n_U)
             ratio_U = ratio_U.clamp(max=c.threshold)
         self._admit(n_U, ratio_U, measured_U if all_positive else measured_U & (known_U | (n_U > 0)))
@@ -262,6 +264,8 @@ class GNMRController:
         low, high = (x.item() for x in n_U.aminmax())  # both are nan where one norm is
         if not low >= 0 and (n_U < 0).any():
             raise ValueError(f"the norm {n_U[n_U < 0][0].item()} is negative: give L2 norms, which are 0 or above")
+        if not high <= _LARGEST:
+            n_U = n_U.clamp(max=_LARGEST).where(n_U < math.inf, n_U)
         return n_U, high < math.inf, low > 0 and high < math.inf
 
     def _check_masks(self, stepping: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor]:

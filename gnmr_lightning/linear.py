@@ -67,7 +67,7 @@ _CLASSES: dict[type[nn.Linear], type[RecoverableLinear]] = {nn.Linear: Recoverab
 
 
 def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str) -> None:
-    """Turns `linear` into a `RecoverableLinear` in place.
+    """Turns `linear` into a `RecoverableLinear` in place; one that is recoverable already gets a new switch and recipe.
 
     Args:
         linear: a layer whose class has `nn.Linear`'s own forward.
@@ -76,10 +76,12 @@ def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str) -> None
     """
     # FSDP2 gives a sharded layer a class of its own; the new class derives from it, so that it stays sharded.
     cls = type(linear)
-    if cls not in _CLASSES:
-        _CLASSES[cls] = type(f"Recoverable{cls.__name__}", (RecoverableLinear, cls), {"plain_class": cls})
-    linear.__class__ = _CLASSES[cls]
-    for name, value in zip(_ATTRIBUTES, (recovered, torch.zeros(3, dtype=torch.float64), backend), strict=True):
+    if not issubclass(cls, RecoverableLinear):
+        if cls not in _CLASSES:
+            _CLASSES[cls] = type(f"Recoverable{cls.__name__}", (RecoverableLinear, cls), {"plain_class": cls})
+        linear.__class__ = _CLASSES[cls]
+    flops = torch.zeros(3, dtype=torch.float64, device="cpu")
+    for name, value in zip(_ATTRIBUTES, (recovered, flops, backend), strict=True):
         linear.__dict__[name] = value
 
 

@@ -31,7 +31,7 @@ from .backends import Backend
 from .controller import Decision, GNMRConfig, GNMRController
 from .linear import RecoverableLinear, make_recoverable, restore_plain
 from .signal import Signal, UnitNorms, scale_gradients
-from .units import Granularity, RecoverableUnit, Skipped, cut
+from .units import Granularity, RecoverableUnit, Skipped, check_patterns, cut
 
 Base = Literal["bf16-mixed", "bf16-true"]
 OnNonfinite = Literal["skip", "raise", "ignore"]
@@ -76,6 +76,9 @@ class GNMRPrecision(Precision):
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known: write {' or '.join(map(repr, choices))}")
+        if control is not None and not isinstance(control, GNMRConfig):
+            raise ValueError(f"control={control!r} is no policy: write control=GNMRConfig(...)")
+        check_patterns(include, exclude)
         self._auto = isinstance(recipe, str) and recipe == "auto"
         self._backend = None if self._auto else backends.resolve(recipe)
         self.precision: Base = base
@@ -166,12 +169,9 @@ class GNMRPrecision(Precision):
             self._module = weakref.ref(module)
         self._switches = []
         for unit in self.units:
-            converted = [linear for linear in unit.linears.values() if isinstance(linear, RecoverableLinear)]
-            switch = converted[0].recovered if converted else torch.zeros((), dtype=torch.bool)
+            self._switches.append(torch.zeros((), dtype=torch.bool, device="cpu"))
             for linear in unit.linears.values():
-                if not isinstance(linear, RecoverableLinear):
-                    make_recoverable(linear, switch, self.backend.name)
-            self._switches.append(switch)
+                make_recoverable(linear, self._switches[-1], self.backend.name)
         self._apply(self._controller.locked)
         if trainer is not None:
             _attach_callback(trainer)

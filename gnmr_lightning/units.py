@@ -74,9 +74,7 @@ def cut(
     """
     if granularity not in get_args(Granularity):
         raise ValueError(f"granularity={granularity!r} is not known: write 'linear' or 'block'")
-    for argument, patterns in (("include", include), ("exclude", exclude)):
-        if isinstance(patterns, str):
-            raise ValueError(f"{argument}={patterns!r} is one string: write a list of patterns, [{patterns!r}]")
+    check_patterns(include, exclude)
     linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
     for pattern in (*(include or ()), *exclude):
         if not any(fnmatchcase(fqn, pattern) for fqn in linears):
@@ -118,6 +116,17 @@ def cut(
         name = next((block for block in blocks if fqn.startswith(f"{block}.")), fqn)
         grouped.setdefault(name, {})[fqn] = linear
     return [RecoverableUnit(name, members) for name, members in grouped.items()], skipped
+
+
+def check_patterns(include: Sequence[str] | None, exclude: Sequence[str]) -> None:
+    """Refuses a string where a list of patterns is meant: its letters would be taken for patterns.
+
+    Raises:
+        ValueError: it is one.
+    """
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        if isinstance(patterns, str):
+            raise ValueError(f"{argument}={patterns!r} is one string: write a list of patterns, [{patterns!r}]")
 
 
 def _not_plain(linear: nn.Linear) -> str | None:

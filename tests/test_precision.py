@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -76,11 +77,15 @@ def test_layers_are_converted_for_the_run_and_plain_after_it(base):
 def test_converting_twice_changes_nothing():
     model, plugin = Net(), GNMRPrecision("int8")
     plugin.convert_module(model)
-    before = [(id(m), type(m), id(getattr(m, "recovered", None))) for m in model.net]
+    before = [(id(m), type(m), getattr(m, "backend", None)) for m in model.net]
     controller = plugin.controller
     plugin.convert_module(model)
-    assert [(id(m), type(m), id(getattr(m, "recovered", None))) for m in model.net] == before
+    assert [(id(m), type(m), getattr(m, "backend", None)) for m in model.net] == before
     assert plugin.controller is controller
+    other = GNMRPrecision("float8_rowwise", granularity="block")  # after a run that was killed before its teardown
+    other.convert_module(model)
+    assert model.net[0].backend == "float8_rowwise"
+    assert [u.name for u in other.units] == ["net.0", "net.2", "net.4"]
     plugin.teardown()
     plugin.teardown()
     assert type(model.net[0]) is nn.Linear
@@ -122,9 +127,15 @@ def test_torch_compile_of_the_module_trains_in_one_graph_while_units_flip():
     torch._dynamo.utils.counters.clear()
 
     class Flip(pl.Callback):
+        graphs: ClassVar[list[int]] = []
+
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             for index, switch in enumerate(trainer.precision_plugin._switches):
                 switch.fill_(bool(batch_idx >> index & 1))
+
+        def on_validation_start(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                self.graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     class Silent(Net):
         def training_step(self, batch, batch_idx):  # dynamo cannot trace Lightning's self.log
@@ -132,12 +143,12 @@ def test_torch_compile_of_the_module_trains_in_one_graph_while_units_flip():
 
     def losses(model):
         record = Record()
-        trainer(GNMRPrecision("float8_rowwise"), callbacks=[Flip(), record]).fit(model, batches(8))
-        return record.weights[-1]
+        run = trainer(GNMRPrecision("float8_rowwise"), callbacks=[Flip(), record], num_sanity_val_steps=0)
+        run.fit(model, batches(8), batches(2))
+        return [*record.weights[-1], run.callback_metrics["val_loss"]]  # validated under inference_mode
 
     compiled = losses(torch.compile(Silent(), backend="aot_eager"))
-    stats = torch._dynamo.utils.counters["stats"]
-    assert stats["unique_graphs"] == 1
+    assert Flip.graphs == [1]
     for a, b in zip(compiled, losses(Silent()), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -152,6 +163,9 @@ def test_torch_compile_of_the_module_trains_in_one_graph_while_units_flip():
         ("base", "16-mixed", "base='16-mixed' is not known: write 'bf16-mixed' or 'bf16-true'"),
         ("base", "32-true", "base='32-true' is not known"),
         ("granularity", "layer", "granularity='layer' is not known: write 'linear' or 'block'"),
+        ("include", "net.*", r"include='net.\*' is one string: write a list of patterns, \['net.\*'\]"),
+        ("exclude", "net.0", "exclude='net.0' is one string"),
+        ("control", {"threshold": 3}, r"is no policy: write control=GNMRConfig\(\.\.\.\)"),
         ("on_nonfinite", "stop", "on_nonfinite='stop' is not known: write 'skip' or 'raise' or 'ignore'"),
     ],
 )
@@ -191,6 +205,11 @@ def test_a_strategy_that_would_ignore_the_plugin_is_refused():
         TypeError, match="OtherStrategy does not train what GNMRPrecision converts: use a single device"
     ):
         fit(GNMRPrecision("int8"), strategy=other())
+
+
+def test_a_second_precision_is_lightnings_own_error():
+    with pytest.raises(ValueError, match="both `precision=16-mixed` and `plugins=GNMRPrecision"):
+        trainer(GNMRPrecision("int8"), precision="16-mixed")
 
 
 def test_lbfgs_is_refused():
