@@ -448,6 +448,14 @@ def test_a_collapse_lowers_its_baseline_no_more_than_one_at_the_limit(collapse):
         assert torch.equal(x.delta_gnmr, y.delta_gnmr)
 
 
+def test_a_limit_that_overflows_leaves_the_history_finite():
+    """The others rise by 1e290; that, times the mean of unit 0, is what its fall is limited to: an overflow."""
+    controller = GNMRController(GNMRConfig(two_sided=True, common_mode="median", warmup_steps=0), 4)
+    controller.update(f64(1e299, 1, 1, 1))
+    assert controller.update(f64(1, 1e290, 1e290, 1e290)).risk[0].item() == INF
+    assert controller.state_dict()["norms"].isfinite().all()
+
+
 @pytest.mark.parametrize("history", ["ema", "window"])
 @pytest.mark.parametrize(("level", "two_sided"), [(100.0, False), (0.01, False), (100.0, True), (0.01, True)])
 def test_a_lasting_change_of_level_is_learnt(history, level, two_sided):
@@ -505,6 +513,14 @@ def test_norms_that_are_not_finite_go_first_and_the_later_first(n_units, max_o, 
     broken = [u for u in reversed(range(n_units)) if not math.isfinite(kinds[u])]
     spikes = [u for u in range(n_units) if kinds[u] == 9.0]
     assert decision.locked.nonzero().flatten().tolist() == sorted((broken + spikes)[:max_o])
+
+
+def test_equal_finite_risks_go_by_rising_index():
+    controller = GNMRController(GNMRConfig(max_o=5, warmup_steps=1), 300)
+    controller.update(torch.ones(300))
+    norms = torch.ones(300)
+    norms[100:290] = 9
+    assert controller.update(norms).locked.nonzero().flatten().tolist() == [100, 101, 102, 103, 104]
 
 
 @quick
