@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -44,6 +46,18 @@ class Event(NamedTuple):
     kind: Literal["locked", "released"]
     gnmr: float
     """The unit's GNMR in that step; inf for a gradient that was not finite."""
+
+
+@dataclass
+class _Noted:
+    """Plain numbers of the steps since the metrics were last updated."""
+
+    steps: int = 0
+    nonfinite: int = 0
+    interventions: int = 0
+    locked: int = 0
+    highest: float = 0.0
+    highest_delta: float = 0.0
 
 
 class GNMRCallback(pl.Callback):
@@ -91,6 +105,7 @@ class GNMRCallback(pl.Callback):
         self._nonfinite_in_a_row = 0
         self._is_first_batch = True
         self._warned_shapes = False
+        self._noted = _Noted()
         self._interval, self._total = _metrics(), _metrics()
 
     # -- the run -----------------------------------------------------------------------------------------------------
@@ -153,11 +168,18 @@ class GNMRCallback(pl.Callback):
                 f"{' ...' if len(silent) > 8 else ''}; exclude them if that is meant"
             )
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._flush()  # before the layers, and their counts, are plain again
+
     # -- what is said ------------------------------------------------------------------------------------------------
 
     def totals(self) -> dict[str, float | int]:
-        """Figures of the whole run so far in this process: `bf16_share` (of matmul FLOPs), `interventions`,
-        `nonfinite_steps`, `fallback_calls`, `max_gnmr`, `max_delta`, `budget_use`, and `budget` (units)."""
+        """Figures of this process's run, up to the last time of logging or its end.
+
+        Returns:
+            `bf16_share` (of matmul FLOPs), `interventions`, `nonfinite_steps`, `fallback_calls`, `max_gnmr`,
+            `max_delta`, `budget_use`, and `budget` (units); without GNMRPrecision no `bf16_share`, no `fallback_calls`.
+        """
         assert self._controller is not None, "totals() has something to say once a fit has started"
         metrics = self._total.items()
         figures = {_TOTALS.get(name, name): metric.compute().item() for name, metric in metrics if metric.update_called}
@@ -187,7 +209,21 @@ class GNMRCallback(pl.Callback):
         )
 
     def _count(self, signal: Signal, decision: Decision | None) -> None:
+        """Notes one step; metrics take it when they are read, since updating them costs more than deciding."""
+        noted = self._noted
+        noted.nonfinite += not signal.finite
+        if decision is not None:
+            stepping_U = signal.stepping
+            noted.steps += 1
+            noted.highest = max(noted.highest, decision.gnmr.where(stepping_U, 0.0).max().item())
+            noted.highest_delta = max(noted.highest_delta, decision.delta_gnmr.where(stepping_U, 0.0).max().item())
+            noted.interventions += int(decision.newly_locked.sum())
+            noted.locked += int(decision.locked.sum())
+
+    def _flush(self) -> None:
+        """Gives what was noted since the last time to the metrics."""
         assert self._controller is not None
+        noted, self._noted = self._noted, _Noted()
         work = None
         if self._plugin is not None and self._work is not None:
             now = self._plugin.work()
@@ -200,12 +236,12 @@ class GNMRCallback(pl.Callback):
                     f"{' ...' if len(names) > 8 else ''} ran bf16 for it: make batch * sequence a multiple of 16"
                 )
         for metrics in (self._interval, self._total):
-            metrics["nonfinite_steps"].update(0 if signal.finite else 1)
-            if decision is not None:
-                metrics["max"].update(decision.gnmr[signal.stepping])
-                metrics["max_delta"].update(decision.delta_gnmr[signal.stepping])
-                metrics["interventions"].update(int(decision.newly_locked.sum()))
-                metrics["budget_use"].update(int(decision.locked.sum()), self._controller.budget)
+            metrics["nonfinite_steps"].update(noted.nonfinite)
+            if noted.steps:
+                metrics["max"].update(torch.tensor([noted.highest]))
+                metrics["max_delta"].update(torch.tensor([noted.highest_delta]))
+                metrics["interventions"].update(noted.interventions)
+                metrics["budget_use"].update(noted.locked, self._controller.budget, noted.steps)
             if work is not None:
                 metrics["bf16_share"].update(work)
                 metrics["fallback_calls"].update(work)
@@ -217,6 +253,7 @@ class GNMRCallback(pl.Callback):
             pl_module.log("gnmr/recovered", decision.locked.sum().float(), prog_bar=True)
         if not due:
             return
+        self._flush()
         values = {f"gnmr/{name}": m.compute().float() for name, m in self._interval.items() if m.update_called}
         if decision is not None and self.per_unit:
             values |= {f"gnmr/unit/{u.name}": g for u, g in zip(self._units, decision.gnmr.float(), strict=True)}

@@ -95,10 +95,10 @@ class BudgetUse(Metric):
         self.add_state("used", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
         self.add_state("steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
 
-    def update(self, locked: int, budget: int) -> None:
-        """Takes one step in which `locked` of at most `budget` units are recovered."""
+    def update(self, locked: int, budget: int, steps: int = 1) -> None:
+        """Takes `steps` steps in which `locked` units, added up over the steps, of at most `budget` are recovered."""
         self.used += locked / budget
-        self.steps += 1
+        self.steps += steps
 
     def compute(self) -> Tensor:
         """The mean, shape ()."""
