@@ -134,7 +134,7 @@ def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> T
         if isinstance(parameter, DTensor):
             meshes.setdefault(_sharding_groups(parameter), []).append(index)
     for groups, indices in meshes.items():
-        part = squares_P if len(indices) == len(gradients) else squares_P[indices]
+        part = squares_P[indices]
         for group in groups:
             dist.all_reduce(part, group=group)
         squares_P[indices] = part
