@@ -63,13 +63,11 @@ class Record(pl.Callback):
     def __init__(self):
         self.norms, self.totals, self.locked, self.clipped, self.bf16, self.state = [], [], [], [], [], []
 
-    def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
-        if grads:  # after the step: the gradient that was stepped with, whole
-            full = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-            self.clipped.append(torch.stack([g.double().norm() for g in full]).norm().item())
-
     def on_train_batch_end(self, trainer, pl_module, *args):
+        # the gradient that was stepped with, whole
+        grads = [p.grad for p in pl_module.parameters()]
+        full = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+        self.clipped.append(torch.stack([g.double().norm() for g in full]).norm().item())
         plugin = trainer.precision_plugin
         self.locked.append(plugin.controller.locked.tolist())
         self.bf16.append((plugin.work()[:, 1] > 0).tolist())
