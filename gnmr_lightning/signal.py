@@ -127,7 +127,8 @@ def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> T
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
     device = gradients[0].device
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    double = any(gradient.dtype is torch.float64 for gradient in gradients)
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float64 if double else torch.float32)
     squares_P = torch.stack([norm.to(device) for norm in norms]).double().square()
     meshes: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for index, parameter in enumerate(parameters):
