@@ -11,6 +11,7 @@ Costs per optimizer step: the one host synchronisation of `UnitNorms.measure`, n
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -190,7 +191,8 @@ class GNMRCallback(pl.Callback):
             for index in mask.nonzero().flatten().tolist():
                 event = Event(step, self._units[index].name, kind, decision.gnmr[index].item())  # type: ignore[arg-type]
                 self.events.append(event)
-                if kind == "locked" and self._plugin is not None:
+                # One that is locked for a non-finite gradient is named in the line about that.
+                if kind == "locked" and math.isfinite(event.gnmr) and self._plugin is not None:
                     rank_zero_info(f"step {step}: {event.unit} runs bf16 from the next step on (GNMR {event.gnmr:.3g})")
 
     def _say_nonfinite(self, step: int, signal: Signal, decision: Decision | None) -> None:

@@ -155,6 +155,7 @@ class GNMRPrecision(Precision):
             self._base = MixedPrecision("bf16-mixed", device.type)
         module = self._base.convert_module(module)
 
+        names_before = [unit.name for unit in self.units]
         self.units, self.skipped = cut(
             module,
             granularity=self.granularity,
@@ -163,8 +164,9 @@ class GNMRPrecision(Precision):
             refuses_layer=lambda k, n: self.backend.refuses_layer(k, n, device.type),
         )
         self._norms = UnitNorms(self.units)
-        if self._controller is None or self._module is None or self._module() is not module:
-            # Another model, another history; the same one (fit, then test or fit again) goes on with its own.
+        same_model = self._module is not None and self._module() is module
+        if self._controller is None or not same_model or names_before != [unit.name for unit in self.units]:
+            # Other units, another history; the same ones (fit, then test or fit again) go on with their own.
             self._controller = GNMRController(self.control, len(self.units))
             self._module = weakref.ref(module)
         self._switches = []
