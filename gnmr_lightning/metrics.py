@@ -59,7 +59,7 @@ class DecisionCount(Metric):
     tensor(3)
     """
 
-    full_state_update = False
+    full_state_update = True  # `forward` would merge two batches as it merges ranks, by the maximum
     higher_is_better = False
     count: Tensor
 
@@ -86,7 +86,7 @@ class BudgetUse(Metric):
     tensor(0.2500, dtype=torch.float64)
     """
 
-    full_state_update = False
+    full_state_update = True  # `forward` would merge two batches as it merges ranks, by the maximum
     used: Tensor
     steps: Tensor
 

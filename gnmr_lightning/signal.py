@@ -37,7 +37,7 @@ class Signal:
     total_norm: float
     """L2 norm of all gradients of the optimizer, over all ranks; inf or nan where one of them is not finite."""
     gradients: list[Tensor]
-    """The measured gradients, P of them, local shards where they are sharded."""
+    """The measured gradients, P of them, local shards where they are sharded, coalesced where they are sparse."""
     versions: list[int]
     """Their autograd versions when they were measured: unequal now means that somebody changed one since."""
 
@@ -73,9 +73,10 @@ class UnitNorms:
         found = _gradients(optimizer)
         gradients = [gradient for _, gradient in found]
         squares_P = _squared_norms([p for p, _ in found], gradients)
-        unit_P = torch.tensor([unit_of.get(id(p), rest) for p, _ in found], dtype=torch.int64)
-        squares = torch.zeros(rest + 1, dtype=torch.float64).index_add_(0, unit_P, squares_P)
-        present = torch.zeros(rest + 1, dtype=torch.bool).index_fill_(0, unit_P, True)
+        # device="cpu": the user's default device (Trainer.init_module, torch.set_default_device) is not ours.
+        unit_P = torch.tensor([unit_of.get(id(p), rest) for p, _ in found], dtype=torch.int64, device="cpu")
+        squares = torch.zeros(rest + 1, dtype=torch.float64, device="cpu").index_add_(0, unit_P, squares_P)
+        present = torch.zeros(rest + 1, dtype=torch.bool, device="cpu").index_fill_(0, unit_P, True)
         return Signal(
             norms=squares[:rest].sqrt(),
             stepping=stepping_U,
@@ -95,7 +96,7 @@ class UnitNorms:
                 for parameter in (p for linear in unit.linears.values() for p in linear.parameters()):
                     if id(parameter) in owned:  # one shared by two units is measured with the first
                         unit_of.setdefault(id(parameter), index)
-            stepping = torch.zeros(len(self._units), dtype=torch.bool)
+            stepping = torch.zeros(len(self._units), dtype=torch.bool, device="cpu")
             stepping[list(set(unit_of.values()))] = True
             self._plans[optimizer] = plan = (count, unit_of, stepping)
         return plan[1], plan[2]
@@ -104,7 +105,7 @@ class UnitNorms:
 def scale_gradients(signal: Signal, factor: float) -> None:
     """Multiplies the measured gradients by `factor`, in place."""
     if signal.gradients:
-        torch._foreach_mul_(signal.gradients, factor)
+        torch._foreach_mul_(_dense(signal.gradients), factor)
 
 
 def _gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, Tensor]]:
@@ -116,19 +117,25 @@ def _gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, Tensor]]:
             if gradient is not None:
                 if isinstance(gradient, DTensor):
                     gradient = gradient._local_tensor
-                elif gradient.is_sparse:
-                    gradient = gradient._values()
+                elif gradient.is_sparse and not gradient.is_coalesced():
+                    # A row that was looked up twice is there twice, and has no norm before the two are added.
+                    gradient = parameter.grad = gradient.coalesce()
                 found.append((parameter, gradient))
     return found
+
+
+def _dense(gradients: list[Tensor]) -> list[Tensor]:
+    """The values of each gradient, sharing its memory; those of the rows that are there where it is sparse."""
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> Tensor:
     """Squared L2 norm of each gradient over all of its shards, (P,), float64, CPU."""
     if not gradients:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     device = gradients[0].device
     double = any(gradient.dtype is torch.float64 for gradient in gradients)
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float64 if double else torch.float32)
+    norms = torch._foreach_norm(_dense(gradients), 2, dtype=torch.float64 if double else torch.float32)
     squares_P = torch.stack([norm.to(device) for norm in norms]).double().square()
     meshes: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for index, parameter in enumerate(parameters):

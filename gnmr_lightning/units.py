@@ -146,7 +146,9 @@ def _not_plain(linear: nn.Linear) -> str | None:
 
 def _heads(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, str]:
     """The output heads with the reason each is taken for one; by position where neither name nor tying tells."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    # Kept, not only their ids: a parametrized weight is made at each access, and the next one may get its id.
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    embeddings = {id(weight) for weight in weights}
     # Hugging Face models say which layer it is.
     getters = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
     said_so = {id(getter()) for getter in getters if callable(getter)}

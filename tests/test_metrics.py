@@ -1,6 +1,7 @@
 """The metrics: values, reset, and what two real processes reduce them to. Doctests run from the module itself."""
 
 import socket
+import time
 
 import pytest
 import torch
@@ -60,6 +61,27 @@ def test_an_empty_vector_and_infinity():
     assert metric.compute() == torch.inf
 
 
+def test_calling_a_metric_counts_as_updating_it():
+    """`self.log(name, metric(value))`: the call returns the batch's own value, and the sum goes on."""
+    interventions, budget_use, share = DecisionCount(), BudgetUse(), Bf16Share()
+    assert [interventions(2).item(), interventions(1).item()] == [2, 1]
+    assert interventions.compute() == 3
+    assert [budget_use(0, 2).item(), budget_use(1, 2).item()] == [0, 0.5]
+    assert budget_use.compute() == 0.25
+    assert [share(torch.tensor([[low, 40.0, 0.0]])).item() for low in (0.0, 40.0)] == [1, 0.5]
+    assert share.compute() == 80 / 120
+
+
+def test_the_share_counts_low_and_bf16_work_of_all_units():
+    share, fallback = Bf16Share(), FallbackCalls()
+    for metric in (share, fallback):
+        metric.update(torch.zeros(2, 3))
+        assert metric.compute() == 0  # no work yet
+        metric.update(torch.tensor([[0.0, 30.0, 2.0], [50.0, 20.0, 0.0]]))
+    assert share.compute() == 50 / 100
+    assert fallback.compute() == 2
+
+
 def _rank(rank, port, folder):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.save(values(updated(rank)), f"{folder}/{rank}.pt")
@@ -70,7 +92,15 @@ def test_two_processes_count_decisions_once_and_add_up_work(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)
+    ranks = mp.spawn(_rank, args=(port, str(tmp_path)), nprocs=2, join=False)
+    try:
+        deadline = time.monotonic() + 60
+        while not ranks.join(timeout=1):  # raises what a rank raised
+            assert time.monotonic() < deadline, "the two processes did not end within 60 s"
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
     one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert one == two
     assert one == {

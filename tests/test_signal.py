@@ -34,7 +34,7 @@ def test_norms_equal_a_slow_sum_of_squares(model, dtype):
         p.grad = torch.randn_like(p) * 100
     signal = unit_norms(model).measure(torch.optim.SGD(model.parameters(), 0.1))
     expected = [oracle(model["a"].weight.grad, model["a"].bias.grad), oracle(model["b"].weight.grad)]
-    # bf16 gradients are summed up in fp32: a bf16 norm would be off by up to 0.4%
+    # bf16 gradients are summed up in fp32: a bf16 norm would be off by up to 0.4%; `rest` is in the total, in no unit
     torch.testing.assert_close(signal.norms, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
     assert signal.total_norm == pytest.approx(oracle(*(p.grad for p in model.parameters())), rel=1e-6)
     assert signal.norms.dtype == torch.float64
@@ -46,6 +46,8 @@ def test_the_total_is_what_clip_grad_norm_returns(model):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     total = unit_norms(model).measure(optimizer).total_norm
     assert total == pytest.approx(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item(), rel=1e-6)
+    only_units = oracle(*(p.grad for name in "ab" for p in model[name].parameters()))
+    assert total > only_units * 1.01
 
 
 def test_a_missing_gradient_is_absent_and_a_frozen_parameter_uncounted(model):
@@ -56,6 +58,39 @@ def test_a_missing_gradient_is_absent_and_a_frozen_parameter_uncounted(model):
     assert signal.present.tolist() == [True, False]
     assert signal.stepping.tolist() == [True, True]
     assert signal.norms.tolist() == pytest.approx([oracle(model["a"].weight.grad), 0.0])
+    rest = (p.grad for p in model["rest"].parameters())
+    assert signal.total_norm == pytest.approx(oracle(model["a"].weight.grad, *rest))
+
+
+def test_a_unit_of_several_layers_and_one_shared_by_two_units(model):
+    model["c"] = nn.Linear(8, 6)
+    model["c"].weight = model["a"].weight
+    model["c"].bias.grad = torch.randn(6)
+    norms = UnitNorms(
+        [RecoverableUnit("ab", {name: model[name] for name in "ab"}), RecoverableUnit("c", {"c": model["c"]})]
+    )
+    signal = norms.measure(torch.optim.SGD(model.parameters(), 0.1))
+    ab = oracle(*(p.grad for name in "ab" for p in model[name].parameters()))
+    assert signal.norms.tolist() == pytest.approx([ab, oracle(model["c"].bias.grad)])  # shared: with the first
+
+
+def test_the_users_default_device_is_not_ours(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected = unit_norms(model).measure(optimizer)
+    with torch.device("meta"):
+        signal = unit_norms(model).measure(optimizer)
+        nothing = unit_norms(model).measure(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+    assert torch.equal(signal.norms, expected.norms)
+    assert signal.stepping.tolist() == signal.present.tolist() == [True, True]
+    assert nothing.norms.tolist() == [0, 0]
+
+
+def test_an_empty_gradient_counts_as_zero():
+    """As rank 1 holds of a parameter with one row under FSDP2."""
+    parameters = [nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.ones(4))]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    assert UnitNorms([]).measure(torch.optim.SGD(parameters, 0.1)).total_norm == 2
 
 
 def test_each_optimizer_steps_its_own_units(model):
@@ -100,9 +135,12 @@ def test_it_is_current_until_a_gradient_changes(model):
 
     check(lambda: None, True)
     check(optimizer.step, True)
-    check(lambda: model["a"].weight.grad.mul_(2), False)
-    check(lambda: setattr(model["a"].weight, "grad", torch.randn(6, 8)), False)
-    check(lambda: setattr(model["a"].weight, "grad", None), False)
+    first, last = model["a"].weight, model["rest"].bias
+    check(lambda: setattr(first, "grad", first.grad.clone()), False)  # another object, of equal value and version
+    check(lambda: first.grad.mul_(2), False)
+    check(lambda: setattr(first, "grad", None), False)
+    check(lambda: setattr(last, "grad", None), False)
+    check(lambda: setattr(last, "grad", torch.ones(4)), False)
 
 
 def test_scaling_is_in_place(model):
@@ -113,11 +151,24 @@ def test_scaling_is_in_place(model):
         assert torch.equal(p.grad, grad * 0.25)
 
 
-def test_sparse_gradients_are_measured():
+@pytest.mark.parametrize("rows", [[1, 3], [1, 1, 3, 1]])
+def test_sparse_gradients_are_measured_scaled_and_followed(rows):
     embedding = nn.Embedding(10, 4, sparse=True)
     linear = nn.Linear(4, 4)
-    linear(embedding(torch.tensor([1, 3]))).sum().backward()
+    linear(embedding(torch.tensor(rows))).sum().backward()
+    dense = embedding.weight.grad.to_dense()
     norms = UnitNorms([RecoverableUnit("linear", {"linear": linear})])
     optimizer = torch.optim.SGD([*embedding.parameters(), *linear.parameters()], 0.1)
-    total = oracle(embedding.weight.grad.to_dense(), linear.weight.grad, linear.bias.grad)
-    assert norms.measure(optimizer).total_norm == pytest.approx(total, rel=1e-6)
+    signal = norms.measure(optimizer)
+    # a row that was looked up several times counts once, with the sum of its gradients
+    assert signal.total_norm == pytest.approx(oracle(dense, linear.weight.grad, linear.bias.grad), rel=1e-6)
+    assert signal.norms.tolist() == pytest.approx([oracle(linear.weight.grad, linear.bias.grad)])
+    assert signal.is_current(optimizer)
+    torch.testing.assert_close(embedding.weight.grad.to_dense(), dense)
+
+    scale_gradients(signal, 0.25)
+    torch.testing.assert_close(embedding.weight.grad.to_dense(), dense * 0.25)
+    signal = norms.measure(optimizer)
+    assert signal.total_norm == pytest.approx(oracle(*(p.grad.to_dense() for p in linear.parameters()), dense / 4))
+    embedding.weight.grad.mul_(2)
+    assert not signal.is_current(optimizer)

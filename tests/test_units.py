@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from gnmr_lightning.linear import RecoverableLinear, make_recoverable
 from gnmr_lightning.units import cut
 
 
@@ -57,10 +58,30 @@ def test_only_the_outermost_repeated_list_makes_blocks():
     assert names(plain, granularity="block", include=["*"])[0] == ["one.0.up", "one.0.down", "flat.0", "flat.1"]
 
 
-@pytest.mark.parametrize("name", ["lm_head", "head", "output", "classifier", "score", "embed_out"])
+def test_a_sequential_is_cut_by_index():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2))
+    assert names(model)[0] == ["0", "2.0", "2.1"]
+    assert list(names(model)[1]) == ["3"]
+    assert names(model, granularity="block")[0] == ["0", "2.0", "2.1"]  # only a ModuleList has blocks
+
+
+HEADS = ["lm_head", "head", "output", "classifier", "score", "embed_out", "fc_out", "output_projection"]
+
+
+@pytest.mark.parametrize("name", HEADS)
 def test_a_head_is_known_by_its_name_wherever_it_stands(name):
     model = nn.ModuleDict({name: nn.Linear(8, 8), "last": nn.Linear(8, 8)})
     assert names(model) == (["last"], {name: "the output head"})
+    assert names(nn.ModuleDict({"model": model})) == (["model.last"], {f"model.{name}": "the output head"})
+
+
+def test_two_parametrized_layers_are_not_taken_for_tied():
+    """Their weights are made at each access; freed, one's id may be the next one's."""
+    for _ in range(20):  # which id comes back depends on the allocator: without the fix, about one in three did
+        layers = {"embed": nn.Embedding(8, 8), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+        model = nn.ModuleDict({name: parametrizations.weight_norm(layer) for name, layer in layers.items()})
+        model["head"] = nn.Linear(8, 2)
+        assert names(model) == (["a", "b"], {"head": "the output head"})
 
 
 def test_a_head_is_known_by_tying_or_by_the_model_itself():
@@ -79,6 +100,15 @@ def test_include_takes_exactly_what_it_matches_the_head_too():
     ]
     units, skipped = names(GPT(), include=["*"], exclude=["blocks.1.*"])
     assert units == ["stem", "blocks.0.up", "blocks.0.down", "blocks.2.up", "blocks.2.down", "unembed"]
+    # the order is the model's, not that of the patterns; exclude wins; patterns are sensitive to case
+    assert names(GPT(), include=["unembed", "blocks.?.up", "stem"], exclude=["blocks.0.up"])[0] == [
+        "stem",
+        "blocks.1.up",
+        "blocks.2.up",
+        "unembed",
+    ]
+    with pytest.raises(ValueError, match="the pattern 'Stem' matches no linear layer"):
+        cut(GPT(), include=["stem", "Stem"])
     assert skipped == {"blocks.1.up": "matches exclude", "blocks.1.down": "matches exclude"}
 
 
@@ -86,6 +116,8 @@ def test_include_takes_exactly_what_it_matches_the_head_too():
 def test_a_pattern_that_matches_nothing_is_an_error_with_near_names(argument):
     with pytest.raises(ValueError, match=r"the pattern 'blocks\.0\.upp' matches no linear layer.*blocks\.0\.up\b"):
         cut(GPT(), **{argument: ["blocks.0.upp"]})
+    with pytest.raises(ValueError, match=r"the pattern 'embed' matches no linear layer; the nearest names are unembed"):
+        cut(GPT(), **{argument: ["*", "embed"]})  # it is a module, but no linear one
     with pytest.raises(ValueError, match=rf"{argument}='stem' is one string: write a list of patterns, \['stem'\]"):
         cut(GPT(), **{argument: "stem"})
 
@@ -93,6 +125,20 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_near_names(argument):
 def test_no_unit_at_all_is_an_error_that_says_why():
     with pytest.raises(ValueError, match=r"no linear layer is left.*\(0: the last linear layer.*name some in include"):
         cut(nn.Sequential(nn.Linear(4, 4)))
+    attention = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "lazy": nn.LazyLinear(4), "head": Block()})
+    with pytest.raises(ValueError, match="no linear layer is left") as error:
+        cut(attention, exclude=["head.*"])
+    for reason in (
+        "attention.out_proj: nn.MultiheadAttention reads its weight and never calls it",
+        "lazy: a lazy layer whose sizes are not known yet",
+        "head.up: matches exclude",
+        "head.down: matches exclude",
+    ):
+        assert reason in str(error.value)
+    with pytest.raises(
+        ValueError, match=r"stem: matches no include pattern; blocks\.0\.up: matches no include pattern"
+    ):
+        cut(GPT(), include=[])
     with pytest.raises(ValueError, match=r"the model has no nn\.Linear"):
         cut(nn.Sequential(nn.ReLU()))
     with pytest.raises(ValueError, match="granularity='layer' is not known: write 'linear' or 'block'"):
@@ -148,11 +194,43 @@ def test_a_layer_in_two_places_is_one_unit():
     shared = nn.Linear(4, 4)
     model = nn.ModuleDict({"a": shared, "b": shared, "head": nn.Linear(4, 2)})
     assert names(model)[0] == ["a"]
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    blocks[1].up = blocks[0].up
+    units, _ = cut(nn.ModuleDict({"blocks": blocks, "head": nn.Linear(8, 2)}), granularity="block")
+    assert [unit.fqns for unit in units] == [["blocks.0.up", "blocks.0.down"], ["blocks.1.down"]]
+
+
+def test_a_lazy_layer_is_a_plain_one_after_its_first_batch():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="0: a lazy layer whose sizes are not known yet"):
+        cut(model)
+    model(torch.zeros(1, 3))
+    assert names(model)[0] == ["0"]
+
+
+def test_cutting_changes_nothing_and_a_converted_model_is_cut_alike():
+    model = GPT()
+    modules = dict(model.named_modules())
+    units, skipped = cut(model)
+    assert dict(model.named_modules()) == modules
+    assert {type(linear) for unit in units for linear in unit.linears.values()} == {nn.Linear}
+    assert all(modules[fqn] is linear for unit in units for fqn, linear in unit.linears.items())
+    for unit in units:
+        for linear in unit.linears.values():
+            make_recoverable(linear, torch.zeros((), dtype=torch.bool), "int8")
+    assert cut(model) == (units, skipped)
+    assert isinstance(units[0].linears["stem"], RecoverableLinear)
 
 
 def test_transformer_encoder_layers_are_taken_but_for_out_proj():
-    layer = nn.TransformerEncoderLayer(8, 2, 16)
-    units, skipped = names(nn.TransformerEncoder(layer, 2), include=["*"])
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    units, skipped = names(encoder, include=["*"])
     assert units == [f"layers.{i}.linear{j}" for i in range(2) for j in (1, 2)]
     assert set(skipped) == {f"layers.{i}.self_attn.out_proj" for i in range(2)}
-    assert torch.nn.Linear is type(layer.linear1)
+    # without a head of its own, its last layer is taken for one
+    assert names(encoder)[0] == units[:-1]
+    blocks, _ = cut(encoder, granularity="block", include=["*"])
+    assert [unit.fqns for unit in blocks] == [[f"layers.{i}.linear{j}" for j in (1, 2)] for i in range(2)]
+    # out_proj is never called, whoever asks for it
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj: nn\.MultiheadAttention reads its weight"):
+        cut(encoder, include=["layers.0.self_attn.out_proj"])
