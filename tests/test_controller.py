@@ -210,10 +210,14 @@ class Reference:
         return {"gnmr": gnmr, "delta_gnmr": delta, "risk": risk, **as_masks}
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("history", ["ema", "window", "cumulative"])
+@pytest.mark.parametrize("two_sided", [False, True])
+@pytest.mark.parametrize("common_mode", ["none", "median"])
+@settings(max_examples=20, deadline=None)
 @given(configs, units, st.integers(1, 40), seeds, st.booleans())
-def test_equals_the_slow_reference(config, n_units, n_steps, seed, masks):
-    # Values are compared to 9 digits and decisions exactly: drawn norms come that near to a limit once in 1e8 steps.
+def test_equals_the_slow_reference(history, two_sided, common_mode, config, n_units, n_steps, seed, masks):
+    # Values are compared to 12 digits and decisions exactly: drawn norms come that near to a limit once in 1e11 steps.
+    config = replace(config, history=history, two_sided=two_sided, common_mode=common_mode)
     controller, reference = GNMRController(config, n_units), Reference(config, n_units)
     assert controller.budget == reference.budget
     for norms, stepping, present in stream(seed, n_units, n_steps, (0.0, 1e-60, 1e60, INF, NAN), masks):
@@ -230,8 +234,10 @@ def test_equals_the_slow_reference(config, n_units, n_steps, seed, masks):
                 assert found.tolist() == values, name
             else:
                 assert found.dtype == torch.float64
-                # Delta-GNMR is a difference of ratios: its digits are theirs
-                assert found.tolist() == pytest.approx(values, rel=1e-9, abs=1e-9), name
+                # Delta-GNMR is a difference of ratios, its digits are theirs: the mean ratio is at most the threshold,
+                # 5, and risk divides by as little as 0.2
+                near_zero = 0.0 if name == "gnmr" else 25e-12
+                assert found.tolist() == pytest.approx(values, rel=1e-12, abs=near_zero), name
 
 
 # -- hard rules ------------------------------------------------------------------------------------------------------
@@ -298,6 +304,19 @@ def test_resumes_in_the_middle_bit_for_bit(config, n_units, seed, middle):
     found = run(second, steps[middle:])
     assert all(equal(a, b) for a, b in zip(found, expected[middle:], strict=True))
     assert same_state(second, through)
+
+
+@quick
+@given(configs, units, seeds)
+def test_the_same_norms_give_the_same_decisions(config, n_units, seed):
+    """On another rank, too: beside a controller that sees other norms, and with tensors in another memory layout."""
+    a, b, other = (GNMRController(config, n_units) for _ in range(3))
+    for norms, stepping, present in stream(seed, n_units, 30, NASTY, masks=True):
+        x = a.update(norms, stepping=stepping, present=present)
+        other.update(norms + 1)
+        norms, stepping, present = (torch.stack([t, t], 1)[:, 0] for t in (norms, stepping, present))
+        assert equal(x, b.update(norms, stepping=stepping, present=present))
+    assert same_state(a, b)
 
 
 def digest() -> str:
@@ -456,6 +475,17 @@ def test_a_limit_that_overflows_leaves_the_history_finite():
     assert controller.state_dict()["norms"].isfinite().all()
 
 
+def test_a_lasting_rise_is_learnt_by_a_mean_of_all_norms():
+    """Slowly: with 2 m admitted at a mean over t norms, m grows by 1 / (t + 1) of itself, so as t + 1 does."""
+    controller = GNMRController(GNMRConfig(history="cumulative", delta_threshold=9.0, warmup_steps=5), 1)
+    for _ in range(10):
+        controller.update(f64(1))
+    # m over t norms is (t + 1) / 11 for t >= 10, risk is 8 / m / 2, and 1 is met at m = 4, t = 43
+    risks = [controller.update(f64(8)).risk.item() for _ in range(40)]
+    assert risks[:34] == pytest.approx([4 * 11 / (t + 1) for t in range(10, 44)], rel=1e-12)
+    assert max(risks[34:]) < 1 < risks[32]
+
+
 @pytest.mark.parametrize("history", ["ema", "window"])
 @pytest.mark.parametrize(("level", "two_sided"), [(100.0, False), (0.01, False), (100.0, True), (0.01, True)])
 def test_a_lasting_change_of_level_is_learnt(history, level, two_sided):
@@ -469,6 +499,7 @@ def test_a_lasting_change_of_level_is_learnt(history, level, two_sided):
     for _ in range(300):
         last = controller.update(f64(level))
     assert last.gnmr.item() == pytest.approx(1, abs=1e-3)
+    assert last.risk.item() <= 1
     assert not last.locked.item()
 
 
@@ -683,6 +714,14 @@ def test_norms_that_require_grad_leave_no_graph_in_the_state():
         ({"norms": f64(1, -INF, 1)}, "the norm -inf is negative: give L2 norms"),
         ({"norms": f64(1, 1, 1), "stepping": mask(1, 1)}, r"stepping of shape \(2,\) .* 3 units: give one bool"),
         ({"norms": f64(1, 1, 1), "present": f64(1, 1, 1)}, "present of shape .* torch.float64 .* or None for all"),
+        (
+            {"norms": f64(1, 1, 1), "stepping": mask(1, 1, 1).to("meta")},
+            "stepping of .* on meta is no mask .* on the CPU",
+        ),
+        (
+            {"norms": f64(1, 1, 1), "stepping": mask(1, 1, 1), "present": mask(1)},
+            r"present of shape \(1,\) and torch.bool",
+        ),
     ],
 )
 def test_refuses_input_that_is_not_one_norm_for_each_unit(arguments, message):
