@@ -38,6 +38,7 @@ class RecoverableLinear(nn.Linear):
     plain_class: type[nn.Linear] = nn.Linear
     recovered: Tensor  # (), bool, CPU: the unit's switch, shared by its layers
     flops: Tensor  # (3,), float64, CPU: see LOW, BF16, FALLBACK_CALLS
+    probes: Tensor  # (3, 4), float32, on the layer's device: see `_probe`; a row for output, grad_input, grad_weight
     backend: str  # key of backends.get
 
     def forward(self, input: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ class RecoverableLinear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(device_type))
         x_MK = input.reshape(-1, input.shape[-1])
         run = _forward_op if torch.compiler.is_compiling() else _EagerLinear.apply
-        y_MN = run(x_MK, self.weight, self.bias, self.recovered, self.flops, self.backend)
+        y_MN, _ = run(x_MK, self.weight, self.bias, self.recovered, self.flops, self.probes, self.backend)
         return y_MN.view(*input.shape[:-1], y_MN.shape[-1])
 
     def extra_repr(self) -> str:
@@ -62,11 +63,13 @@ def _new_plain(cls: type[nn.Linear]) -> nn.Linear:
     return cls.__new__(cls)
 
 
-_ATTRIBUTES = ("recovered", "flops", "backend")
+_ATTRIBUTES = ("recovered", "flops", "probes", "backend")
 _CLASSES: dict[type[nn.Linear], type[RecoverableLinear]] = {nn.Linear: RecoverableLinear}
 
 
-def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str) -> None:
+def make_recoverable(
+    linear: nn.Linear, recovered: Tensor, backend: str, device: torch.device | None = None
+) -> None:
     """Turns `linear` into a `RecoverableLinear` in place; one that is recoverable already gets a new switch and recipe.
 
     Args:
@@ -81,7 +84,8 @@ def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str) -> None
             _CLASSES[cls] = type(f"Recoverable{cls.__name__}", (RecoverableLinear, cls), {"plain_class": cls})
         linear.__class__ = _CLASSES[cls]
     flops = torch.zeros(3, dtype=torch.float64, device="cpu")
-    for name, value in zip(_ATTRIBUTES, (recovered, flops, backend), strict=True):
+    probes = torch.zeros(3, 4, dtype=torch.float32, device=device or linear.weight.device)
+    for name, value in zip(_ATTRIBUTES, (recovered, flops, probes, backend), strict=True):
         linear.__dict__[name] = value
 
 
@@ -104,15 +108,39 @@ def _no_autocast(x_MK: Tensor) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
+_PROBE_ROWS, _PROBE_COLUMNS = 16, 32
+
+
+def _probe(product_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    """What sampled entries of a low-precision product left @ right say about its error, (4,), float32.
+
+    Squared error and squared norm of the sampled entries against their product in float32; then two squared norms that
+    tell where a value stopped being finite: of one column of the product, and of one column of the left operand. One
+    column will do: an operand's bad entry spoils its whole row.
+    """
+    rows = slice(None, None, max(1, product_MN.shape[0] // _PROBE_ROWS) | 1)  # odd: in step with no period of the data
+    columns = slice(None, None, max(1, product_MN.shape[1] // _PROBE_COLUMNS) | 1)
+    exact = left_MK[rows].float() @ right_KN[:, columns].float()
+    error = product_MN[rows, columns].float() - exact
+    return torch.stack(torch._foreach_norm([error, exact, product_MN[:, 0].float(), left_MK[:, 0].float()])).square_()
+
+
 def _forward_kernel(
-    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, recovered: Tensor, flops: Tensor, backend: str
-) -> Tensor:
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    recovered: Tensor,
+    flops: Tensor,
+    probes: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
     if not _runs_low(x_MK, recovered, backend):
-        return F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N)
+        return F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N), probes.new_zeros(4)
     with _no_autocast(x_MK):
         y_MN = backends.get(backend).output(x_MK, weight_NK)
-    return y_MN if bias_N is None else y_MN + bias_N
+        probe = _probe(y_MN, x_MK, weight_NK.t())
+    return (y_MN if bias_N is None else y_MN + bias_N), probe
 
 
 def _backward_kernel(
@@ -121,6 +149,8 @@ def _backward_kernel(
     weight_NK: Tensor,
     recovered: Tensor,
     flops: Tensor,
+    probes: Tensor,
+    probe: Tensor,
     backend: str,
     need_input: bool,
     need_weight: bool,
@@ -133,6 +163,11 @@ def _backward_kernel(
             grads = backends.get(backend).grads(
                 grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight
             )
+            probes[0].add_(probe)
+            if grads[0] is not None:
+                probes[1].add_(_probe(grads[0], grad_MN, weight_NK))
+            if grads[1] is not None:
+                probes[2].add_(_probe(grads[1], grad_MN.t(), x_MK))
     else:
         if x_MK.shape[0] > 0 and not recovered.item():
             flops[FALLBACK_CALLS].add_(1)
@@ -146,12 +181,14 @@ def _backward_kernel(
 
 
 _forward_op = torch.library.custom_op("gnmr_lightning::linear", _forward_kernel, mutates_args=())
-_backward_op = torch.library.custom_op("gnmr_lightning::linear_backward", _backward_kernel, mutates_args=("flops",))
+_backward_op = torch.library.custom_op("gnmr_lightning::linear_backward", _backward_kernel, mutates_args=("flops", "probes"))
 
 
 @_forward_op.register_fake
-def _(x_MK: Tensor, weight_NK: Tensor, bias_N: Any, recovered: Any, flops: Any, backend: Any) -> Tensor:
-    return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
+def _(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Any, recovered: Any, flops: Any, probes: Tensor, backend: Any
+) -> tuple[Tensor, Tensor]:
+    return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), probes.new_empty(4)
 
 
 @_backward_op.register_fake
@@ -161,6 +198,8 @@ def _(
     weight_NK: Tensor,
     recovered: Any,
     flops: Any,
+    probes: Any,
+    probe: Any,
     backend: Any,
     need_input: bool,
     need_weight: bool,
@@ -171,23 +210,27 @@ def _(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_MK, weight_NK, _, recovered, flops, backend = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x_MK, weight_NK, _, recovered, flops, probes, backend = inputs
     # The switch is saved too: a flip between forward and backward is then autograd's usual error, not a wrong gradient.
-    ctx.save_for_backward(x_MK, weight_NK, recovered)
-    ctx.flops, ctx.backend = flops, backend
+    ctx.save_for_backward(x_MK, weight_NK, recovered, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.flops, ctx.probes, ctx.backend = flops, probes, backend
 
 
-def _backward(kernel: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
-    x_MK, weight_NK, recovered = ctx.saved_tensors
+def _backward(
+    kernel: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad_MN: Tensor, _: Any
+) -> tuple[Tensor | None, ...]:
+    x_MK, weight_NK, recovered, probe = ctx.saved_tensors
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
     grad_input, grad_weight = kernel(
-        grad_MN, x_MK, weight_NK, recovered, ctx.flops, ctx.backend, need_input, need_weight
+        grad_MN, x_MK, weight_NK, recovered, ctx.flops, ctx.probes, probe, ctx.backend, need_input, need_weight
     )
     return (
         grad_input if need_input else None,
         grad_weight if need_weight else None,
         grad_MN.sum(0) if need_bias else None,
+        None,
         None,
         None,
         None,
