@@ -67,9 +67,7 @@ _ATTRIBUTES = ("recovered", "flops", "probes", "backend")
 _CLASSES: dict[type[nn.Linear], type[RecoverableLinear]] = {nn.Linear: RecoverableLinear}
 
 
-def make_recoverable(
-    linear: nn.Linear, recovered: Tensor, backend: str, device: torch.device | None = None
-) -> None:
+def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str, device: torch.device | None = None) -> None:
     """Turns `linear` into a `RecoverableLinear` in place; one that is recoverable already gets a new switch and recipe.
 
     Args:
@@ -181,7 +179,9 @@ def _backward_kernel(
 
 
 _forward_op = torch.library.custom_op("gnmr_lightning::linear", _forward_kernel, mutates_args=())
-_backward_op = torch.library.custom_op("gnmr_lightning::linear_backward", _backward_kernel, mutates_args=("flops", "probes"))
+_backward_op = torch.library.custom_op(
+    "gnmr_lightning::linear_backward", _backward_kernel, mutates_args=("flops", "probes")
+)
 
 
 @_forward_op.register_fake
