@@ -8,6 +8,10 @@ so flipping it invalidates no graph; to a GPU it costs no synchronisation, since
 The op is opaque to autograd and to the compiler, so its backward is a second op. That one also counts the work
 done on each path into `flops`: the cost of recovery is then known without a hook, and a layer that nobody calls shows.
 
+Each low-precision product is also compared with the exact one on a few of its entries. The difference is all that
+recovery can remove, so it says who is sick where gradient norms only say that somebody is. It is the product that is
+compared and not the casts, so it is the same for every backend, a user's own included. See `_probe`.
+
 Legend: M = rows (batch * sequence), K = in_features, N = out_features.
 """
 
@@ -38,7 +42,8 @@ class RecoverableLinear(nn.Linear):
     plain_class: type[nn.Linear] = nn.Linear
     recovered: Tensor  # (), bool, CPU: the unit's switch, shared by its layers
     flops: Tensor  # (3,), float64, CPU: see LOW, BF16, FALLBACK_CALLS
-    probes: Tensor  # (3, 4), float32, on the layer's device: see `_probe`; a row for output, grad_input, grad_weight
+    probes: Tensor  # (3, 4), float32, on the layer's device: sums of `_probe` for output, grad_input, grad_weight, or
+    # (0, 4) where nobody asks
     backend: str  # key of backends.get
 
     def forward(self, input: Tensor) -> Tensor:
@@ -48,7 +53,8 @@ class RecoverableLinear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(device_type))
         x_MK = input.reshape(-1, input.shape[-1])
         run = _forward_op if torch.compiler.is_compiling() else _EagerLinear.apply
-        y_MN, _ = run(x_MK, self.weight, self.bias, self.recovered, self.flops, self.probes, self.backend)
+        probes = self.probes if torch.is_grad_enabled() else self.probes[:0]
+        y_MN, _ = run(x_MK, self.weight, self.bias, self.recovered, self.flops, probes, self.backend)
         return y_MN.view(*input.shape[:-1], y_MN.shape[-1])
 
     def extra_repr(self) -> str:
@@ -67,13 +73,17 @@ _ATTRIBUTES = ("recovered", "flops", "probes", "backend")
 _CLASSES: dict[type[nn.Linear], type[RecoverableLinear]] = {nn.Linear: RecoverableLinear}
 
 
-def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str, device: torch.device | None = None) -> None:
+def make_recoverable(
+    linear: nn.Linear, recovered: Tensor, backend: str, *, probing: bool = True, device: torch.device | None = None
+) -> None:
     """Turns `linear` into a `RecoverableLinear` in place; one that is recoverable already gets a new switch and recipe.
 
     Args:
         linear: a layer whose class has `nn.Linear`'s own forward.
         recovered: the switch, a bool CPU tensor of shape (), shared with the other layers of its unit.
         backend: name of a registered backend.
+        probing: whether products are compared with exact ones.
+        device: where the layer will run; None where its weight is now.
     """
     # FSDP2 gives a sharded layer a class of its own; the new class derives from it, so that it stays sharded.
     cls = type(linear)
@@ -82,7 +92,7 @@ def make_recoverable(linear: nn.Linear, recovered: Tensor, backend: str, device:
             _CLASSES[cls] = type(f"Recoverable{cls.__name__}", (RecoverableLinear, cls), {"plain_class": cls})
         linear.__class__ = _CLASSES[cls]
     flops = torch.zeros(3, dtype=torch.float64, device="cpu")
-    probes = torch.zeros(3, 4, dtype=torch.float32, device=device or linear.weight.device)
+    probes = torch.zeros(3 if probing else 0, 4, dtype=torch.float32, device=device or linear.weight.device)
     for name, value in zip(_ATTRIBUTES, (recovered, flops, probes, backend), strict=True):
         linear.__dict__[name] = value
 
@@ -137,7 +147,7 @@ def _forward_kernel(
         return F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N), probes.new_zeros(4)
     with _no_autocast(x_MK):
         y_MN = backends.get(backend).output(x_MK, weight_NK)
-        probe = _probe(y_MN, x_MK, weight_NK.t())
+        probe = _probe(y_MN, x_MK, weight_NK.t()) if len(probes) else probes.new_zeros(4)
     return (y_MN if bias_N is None else y_MN + bias_N), probe
 
 
@@ -161,11 +171,12 @@ def _backward_kernel(
             grads = backends.get(backend).grads(
                 grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight
             )
-            probes[0].add_(probe)
-            if grads[0] is not None:
-                probes[1].add_(_probe(grads[0], grad_MN, weight_NK))
-            if grads[1] is not None:
-                probes[2].add_(_probe(grads[1], grad_MN.t(), x_MK))
+            if len(probes):
+                probes[0].add_(probe)
+                if grads[0] is not None:
+                    probes[1].add_(_probe(grads[0], grad_MN, weight_NK))
+                if grads[1] is not None:
+                    probes[2].add_(_probe(grads[1], grad_MN.t(), x_MK))
     else:
         if x_MK.shape[0] > 0 and not recovered.item():
             flops[FALLBACK_CALLS].add_(1)

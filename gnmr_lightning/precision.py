@@ -163,7 +163,7 @@ class GNMRPrecision(Precision):
             exclude=self.exclude,
             refuses_layer=lambda k, n: self.backend.refuses_layer(k, n, device.type),
         )
-        self._norms = UnitNorms(self.units)
+        self._norms = UnitNorms(self.units, distributed=trainer is not None and trainer.world_size > 1)
         same_model = self._module is not None and self._module() is module
         if self._controller is None or not same_model or names_before != [unit.name for unit in self.units]:
             # Other units, another history; the same ones (fit, then test or fit again) go on with their own.
@@ -173,7 +173,7 @@ class GNMRPrecision(Precision):
         for unit in self.units:
             self._switches.append(torch.zeros((), dtype=torch.bool, device="cpu"))
             for linear in unit.linears.values():
-                make_recoverable(linear, self._switches[-1], self.backend.name)
+                make_recoverable(linear, self._switches[-1], self.backend.name, device=device)
         self._apply(self._controller.locked)
         if trainer is not None:
             _attach_callback(trainer)

@@ -1,11 +1,15 @@
-"""The signal: one gradient norm per unit and optimizer step, from one pass over the gradients.
+"""The signal: gradient norms and product errors of the units, one of each per optimizer step, from one pass.
 
 The pass covers every parameter of the optimizer, not only the units': gradient clipping by norm and the check for
 non-finite gradients then need no pass of their own. It costs one foreach kernel, one collective per sharded mesh, and
 one host synchronisation, which brings the squared norms of all parameters (8 bytes each) to the CPU; the sums per unit
 are made there, in a fixed order and in float64, so that every rank decides on the same numbers.
 
-Legend: P = parameters of the optimizer that have a gradient, U = units.
+Where layers probe their low-precision products (see `linear._probe`), the sums of the step travel in that same copy,
+48 bytes a layer, and are set to zero. With several ranks they are added up over all of them first, one collective:
+what is then compared is the error of the whole batch's products, as the gradient is the whole batch's.
+
+Legend: P = parameters of the optimizer that have a gradient, L = layers that probe, U = units.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .linear import RecoverableLinear
 from .units import RecoverableUnit
 
 
@@ -36,6 +41,12 @@ class Signal:
     """(U,), bool: the units that have a gradient in this step."""
     total_norm: float
     """L2 norm of all gradients of the optimizer, over all ranks; inf or nan where one of them is not finite."""
+    errors: Tensor
+    """(U, 3), float64, CPU: relative error of the unit's low-precision products for output, grad_input and grad_weight
+    (root of the sampled squared error over the sampled squared norm; of several layers the largest); nan where the
+    unit ran none, inf where it is not finite."""
+    began: Tensor
+    """(U,), bool: a value stopped being finite inside one of the unit's low-precision products."""
     gradients: list[Tensor]
     """The measured gradients, P of them, local shards where they are sharded, coalesced where they are sparse."""
     versions: list[int]
@@ -59,37 +70,45 @@ class UnitNorms:
 
     Args:
         units: the units; each is measured through the trainable parameters of its layers.
+        distributed: whether other ranks train the same model, so that product errors are those of all ranks.
     """
 
-    def __init__(self, units: Sequence[RecoverableUnit]) -> None:
+    def __init__(self, units: Sequence[RecoverableUnit], *, distributed: bool = False) -> None:
         self._units = units
-        self._plans: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[int, int], Tensor]]
-        self._plans = weakref.WeakKeyDictionary()
+        self._distributed = distributed
+        self._plans: weakref.WeakKeyDictionary[Optimizer, _Plan] = weakref.WeakKeyDictionary()
 
     def measure(self, optimizer: Optimizer) -> Signal:
-        """The signal of this optimizer's complete, unscaled gradients."""
-        unit_of, stepping_U = self._plan(optimizer)
+        """The signal of this optimizer's complete, unscaled gradients. Takes the product errors: they begin anew."""
+        plan = self._plan(optimizer)
         rest = len(self._units)  # parameters outside of all units are summed behind the last one
         found = _gradients(optimizer)
         gradients = [gradient for _, gradient in found]
-        squares_P = _squared_norms([p for p, _ in found], gradients)
+        on_device = [*_squared_norms([p for p, _ in found], gradients), *_take_probes(plan.layers, self._distributed)]
+        measured = (
+            torch.cat([part.flatten() for part in on_device]).cpu() if on_device else torch.zeros(0, device="cpu")
+        )
+        squares_P, probes = measured.double().split([len(found), len(measured) - len(found)])
+        errors, began = _errors(probes.view(-1, 3, 4), plan.unit_L, rest)
         # device="cpu": the user's default device (Trainer.init_module, torch.set_default_device) is not ours.
-        unit_P = torch.tensor([unit_of.get(id(p), rest) for p, _ in found], dtype=torch.int64, device="cpu")
+        unit_P = torch.tensor([plan.unit_of.get(id(p), rest) for p, _ in found], dtype=torch.int64, device="cpu")
         squares = torch.zeros(rest + 1, dtype=torch.float64, device="cpu").index_add_(0, unit_P, squares_P)
         present = torch.zeros(rest + 1, dtype=torch.bool, device="cpu").index_fill_(0, unit_P, True)
         return Signal(
             norms=squares[:rest].sqrt(),
-            stepping=stepping_U,
+            stepping=plan.stepping_U,
             present=present[:rest],
             total_norm=math.sqrt(squares_P.sum().item()),
+            errors=errors,
+            began=began,
             gradients=gradients,
             versions=[gradient._version for gradient in gradients],
         )
 
-    def _plan(self, optimizer: Optimizer) -> tuple[dict[int, int], Tensor]:
-        """Which unit each of the optimizer's parameters belongs to; made again when parameters were added."""
+    def _plan(self, optimizer: Optimizer) -> _Plan:
+        """What of the units belongs to this optimizer; made again when parameters were added."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if (plan := self._plans.get(optimizer)) is None or plan[0] != count:
+        if (plan := self._plans.get(optimizer)) is None or plan.count != count:
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
             unit_of: dict[int, int] = {}
             for index, unit in enumerate(self._units):
@@ -98,8 +117,27 @@ class UnitNorms:
                         unit_of.setdefault(id(parameter), index)
             stepping = torch.zeros(len(self._units), dtype=torch.bool, device="cpu")
             stepping[list(set(unit_of.values()))] = True
-            self._plans[optimizer] = plan = (count, unit_of, stepping)
-        return plan[1], plan[2]
+            layers: list[RecoverableLinear] = []
+            indices: list[int] = []
+            for index in stepping.nonzero().flatten().tolist():
+                for linear in self._units[index].linears.values():
+                    if isinstance(linear, RecoverableLinear) and len(linear.probes):
+                        layers.append(linear)
+                        indices.append(index)
+            unit_L = torch.tensor(indices, dtype=torch.int64, device="cpu")
+            self._plans[optimizer] = plan = _Plan(count, unit_of, stepping, layers, unit_L)
+        return plan
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which of the units' parameters and layers are one optimizer's."""
+
+    count: int
+    unit_of: dict[int, int]  # by id of the parameter
+    stepping_U: Tensor
+    layers: list[RecoverableLinear]  # those that probe
+    unit_L: Tensor
 
 
 def scale_gradients(signal: Signal, factor: float) -> None:
@@ -129,10 +167,37 @@ def _dense(gradients: list[Tensor]) -> list[Tensor]:
     return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
-def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> Tensor:
-    """Squared L2 norm of each gradient over all of its shards, (P,), float64, CPU."""
+def _take_probes(layers: list[RecoverableLinear], distributed: bool) -> list[Tensor]:
+    """What the layers' products have shown since the last time, [(L, 3, 4)] or nothing; they begin anew."""
+    if not layers:
+        return []
+    probes = [linear.probes for linear in layers]
+    taken = torch.stack([probe.to(probes[0].device) for probe in probes])
+    torch._foreach_zero_(probes)
+    if distributed:
+        dist.all_reduce(taken)
+    return [taken.double()]
+
+
+def _errors(probes: Tensor, unit_L: Tensor, n_units: int) -> tuple[Tensor, Tensor]:
+    """`Signal.errors` and `Signal.began` from the layers' probes (L, 3, 4)."""
+    errors = torch.full((n_units, 3), -1.0, dtype=torch.float64, device="cpu")
+    began = torch.zeros(n_units, dtype=torch.bool, device="cpu")
+    if len(probes):
+        error, exact, product, operand = probes.unbind(-1)
+        relative = (error / exact).sqrt().nan_to_num(nan=math.inf)
+        # No product, or one without a finite operand, says nothing about the layer.
+        relative = relative.masked_fill(~((exact > 0) & (exact < math.inf)), -1.0)
+        errors.index_reduce_(0, unit_L, relative, "amax")
+        in_layer = ((relative == math.inf) | (operand.isfinite() & ~product.isfinite())).any(1)
+        began[unit_L[in_layer]] = True
+    return errors.masked_fill_(errors < 0, math.nan), began
+
+
+def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> list[Tensor]:
+    """Squared L2 norm of each gradient over all of its shards, [(P,)] in float64 on the device, or nothing."""
     if not gradients:
-        return torch.zeros(0, dtype=torch.float64, device="cpu")
+        return []
     device = gradients[0].device
     double = any(gradient.dtype is torch.float64 for gradient in gradients)
     norms = torch._foreach_norm(_dense(gradients), 2, dtype=torch.float64 if double else torch.float32)
@@ -146,7 +211,7 @@ def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> T
         for group in groups:
             dist.all_reduce(part, group=group)
         squares_P[indices] = part
-    return squares_P.cpu()
+    return [squares_P]
 
 
 def _sharding_groups(parameter: DTensor) -> tuple[dist.ProcessGroup, ...]:
