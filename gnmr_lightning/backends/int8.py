@@ -28,15 +28,15 @@ class Int8Backend(Backend):
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         weight_KN = weight_NK.to(x_MK.dtype).T
-        return _dynamic_int8_mm(x_MK, weight_KN) if self.config.output else x_MK @ weight_KN
+        return _int8_mm(x_MK, weight_KN) if self.config.output else x_MK @ weight_KN
 
     def grad_input(self, grad_MN: Tensor, weight_NK: Tensor) -> Tensor:
         weight_NK = weight_NK.to(grad_MN.dtype)
-        return _dynamic_int8_mm(grad_MN, weight_NK) if self.config.grad_input else grad_MN @ weight_NK
+        return _int8_mm(grad_MN, weight_NK) if self.config.grad_input else grad_MN @ weight_NK
 
     def grad_weight(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
         if self.config.grad_weight:
-            return _dynamic_int8_mm(x_MK.T, grad_MN).T
+            return _int8_mm(x_MK.T, grad_MN).T
         return grad_MN.T @ x_MK
 
     def refuses_device(self, device: torch.device) -> str | None:
@@ -54,3 +54,8 @@ class Int8Backend(Backend):
 
     def takes_rows(self, rows: int, device_type: str) -> bool:
         return device_type == "cpu" or has_triton() or (rows % _ALIGNMENT == 0 and rows >= _MIN_ROWS)
+
+
+def _int8_mm(left: Tensor, right: Tensor) -> Tensor:
+    # An outer product sums nothing; torch._int_mm returns garbage for it on CPUs with VNNI (torch 2.13).
+    return left @ right if left.shape[1] == 1 else _dynamic_int8_mm(left, right)
