@@ -1,56 +1,74 @@
-"""What the detection and quality benchmarks train: a small byte GPT, at a speed that allows thousands of steps here.
+"""What the detection and quality benchmarks train: a small byte GPT with 8-bit linears, and text to train it on.
 
-Older CPUs multiply in bf16 and int8 ten to twenty times slower than in fp32. The products of the sick, the healthy and
-the bf16 layers are therefore computed in fp32 from operands that are rounded as the format has them, and rounded to
-bf16 afterwards: what a kernel with a 32-bit accumulator gives. Everything else is the library's real path.
+Legend: M = rows (batch * sequence), K = in_features, N = out_features.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.byte_gpt import ByteGPT
+from examples.byte_gpt import Block, ByteGPT, SourceCode
 from gnmr_lightning.backends import Backend
 
-EMPTY: tuple[Tensor, ...] = ()
+N_LAYERS, D_MODEL, SEQ_LEN, BATCH_SIZE = 5, 64, 64, 8
 
 
-class Bf16Backend(Backend):
-    """bf16 products with fp32 accumulation, through fp32: what bf16-mixed computes, fast on any CPU."""
+class StressBlock(Block):
+    """A block whose attention, which is nobody's unit, runs in fp32: five times faster on a CPU, forth and back."""
 
-    name = "bf16_by_fp32"
-
-    def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        return _product(x_MK, weight_NK.t())
-
-    def grad_input(self, grad_MN: Tensor, weight_NK: Tensor) -> Tensor:
-        return _product(grad_MN, weight_NK)
-
-    def grad_weight(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-        return _product(grad_MN.t(), x_MK)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    return (left.bfloat16().float() @ right.bfloat16().float()).to(left.dtype)
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        qkv = self.attn["qkv"](self.attn_norm(x_BTD)).unflatten(-1, (3, self.n_heads, -1))
+        q, k, v = qkv.float().permute(2, 0, 3, 1, 4)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.attn["proj"](attended.transpose(1, 2).flatten(2))
+        return x_BTD + self.mlp["down"](F.gelu(self.mlp["up"](self.mlp_norm(x_BTD))))
 
 
 class StressGPT(ByteGPT):
-    """A ByteGPT whose head and attention compute in fp32, for the reason above."""
+    """A byte GPT of 20 recoverable linears and 0.3 million parameters."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embed(tokens_BT) + self.position[: tokens_BT.shape[1]]
-        for block in self.blocks:
-            x_BTD = _run(block, x_BTD)
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            return self.head(self.norm(x_BTD.float()))
+    def __init__(self, lr: float = 2e-3, warmup: int = 60) -> None:
+        super().__init__(N_LAYERS, D_MODEL, 4, SEQ_LEN, lr, warmup)
+        self.blocks = nn.ModuleList(StressBlock(D_MODEL, 4) for _ in range(N_LAYERS))
 
 
-def _run(block, x_BTD):
-    qkv = block.attn["qkv"](block.attn_norm(x_BTD)).unflatten(-1, (3, block.n_heads, -1))
-    q, k, v = qkv.float().permute(2, 0, 3, 1, 4)
-    with torch.autocast(x_BTD.device.type, enabled=False):
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x_BTD = x_BTD + block.attn["proj"](attended.transpose(1, 2).flatten(2))
-    return x_BTD + block.mlp["down"](F.gelu(block.mlp["up"](block.mlp_norm(x_BTD))))
+@functools.cache
+def texts() -> tuple[Tensor, Tensor]:
+    """Training and validation text, uint8: the standard library's source code."""
+    data = SourceCode(max_mb=4.0)
+    data.setup()
+    return data.train_text, data.val_text
+
+
+class Rounded(Backend):
+    """Operands rounded per tensor to integers of `bits` bits; products in fp32, as in a kernel with a wide accumulator.
+
+    grad_output is rounded stochastically, which is what keeps a gradient right on average at few bits.
+    """
+
+    def __init__(self, bits: int = 8) -> None:
+        self.levels = 2 ** (bits - 1) - 1
+        self.name = f"rounded_{bits}"
+
+    def _round(self, operand: Tensor, *, stochastic: bool = False) -> Tensor:
+        operand = operand.float()
+        step = operand.abs().amax().clamp(min=1e-30) / self.levels
+        scaled = operand / step
+        return (torch.floor(scaled + torch.rand_like(scaled)) if stochastic else torch.round(scaled)) * step
+
+    def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        return (self._round(x_MK) @ self._round(weight_NK).t()).to(x_MK.dtype)
+
+    def grads(
+        self, grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, need_input: bool, need_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        rounded = self._round(grad_MN, stochastic=True)
+        return (
+            (rounded @ self._round(weight_NK)).to(grad_MN.dtype) if need_input else None,
+            (rounded.t() @ self._round(x_MK)).to(grad_MN.dtype) if need_weight else None,
+        )
