@@ -116,7 +116,7 @@ class Recorder(L.Callback):
         sick = step < SICK and stretch.sick
         for index, backend in enumerate(self.backends):
             backend.fault = (stretch.name, stretch.strength) if sick and index in stretch.sick else None
-        lr = pl_module.lr * min(1.0, (stretch.batches[step] + 1) / WARMUP)
+        lr = 2e-3 * min(1.0, (stretch.batches[step] + 1) / WARMUP)
         lr *= {"lr_up": 3.0, "lr_down": 0.1}.get(stretch.name, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -151,6 +151,7 @@ def _restore(state: Any, module: nn.Module, optimizer: Optimizer) -> None:
 class _Model(stress.StressGPT):
     """Its learning rate is the recorder's; the loss can be scaled."""
 
+    lr: float
     scaled: set[int]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -14,7 +14,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
@@ -125,7 +125,9 @@ class GNMRCallback(pl.Callback):
             self._plugin = None
             self._units, _ = cut(pl_module, **self._cut)
             self._norms = UnitNorms(self._units)
-            self._controller = GNMRController(self._control or GNMRConfig(), len(self._units))
+            # Without low-precision products there are no errors to decide on.
+            control = replace(self._control or GNMRConfig(), method="gnmr")
+            self._controller = GNMRController(control, len(self._units))
             if self._restored is not None:
                 self._controller.load_state_dict(self._restored)
                 self._restored = None
@@ -138,7 +140,13 @@ class GNMRCallback(pl.Callback):
         assert source is not None
         signal = source.measure(optimizer)
         if signal.stepping.any():
-            decision = self._controller.update(signal.norms, stepping=signal.stepping, present=signal.present)
+            decision = self._controller.update(
+                signal.norms,
+                errors=signal.errors,
+                began=signal.began,
+                stepping=signal.stepping,
+                present=signal.present,
+            )
             if self._plugin is not None:
                 self._plugin.switch(decision)
             self._note(trainer.global_step, decision)

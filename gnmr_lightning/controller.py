@@ -54,9 +54,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from .product_error import ErrorRise
+
+Method = Literal["product_error", "gnmr"]
 History = Literal["ema", "window", "cumulative"]
 CommonMode = Literal["none", "median"]
 
+_LONGEST = 8  # times lock_interval: the longest lock of a unit that is sick again right after its release
 _LARGEST = 1e300  # a finite norm above counts as this, so that no sum of norms overflows
 
 
@@ -68,11 +72,20 @@ class GNMRConfig:
         ValueError: a field out of its range, in a sentence that says what to write instead.
     """
 
+    method: Method = "product_error"
+    """What risk is: "product_error", the rise of the error of the unit's low-precision products; or "gnmr", GNMR and
+    Delta-GNMR of its gradient norm, the paper's plain rule."""
+    error_threshold: float | Literal["auto"] = "auto"
+    """method="product_error": risk is above 1 when a product's relative error is above this many times its own mean;
+    above 1, or "auto", from 2 to 8 by how much the error varies while the unit is healthy."""
+    error_floor: float = 0.1
+    """method="product_error": a relative error of the output below this (of a gradient, below 5 times this) is no
+    risk, however it rose; in (0, 1)."""
     threshold: float = 2.0
-    """Risk is above 1 when GNMR is above this; above 1."""
+    """method="gnmr": risk is above 1 when GNMR is above this; above 1."""
     delta_threshold: float = 1.0
-    """Risk is above 1 when Delta-GNMR is above this; positive. With 1, a settled unit (mean ratio 1) meets both limits
-    at the same norm, 2 m, and Delta-GNMR speaks first only where the norms had been falling."""
+    """method="gnmr": risk is above 1 when Delta-GNMR is above this; positive. With 1, a settled unit (mean ratio 1)
+    meets both limits at the same norm, 2 m, and Delta-GNMR speaks first only where the norms had been falling."""
     delta_window: int = 8
     """Admitted steps whose mean ratio Delta-GNMR is measured against; at least 1. Costs 8 bytes a unit and step."""
     history: History = "ema"
@@ -84,25 +97,36 @@ class GNMRConfig:
     warmup_steps: int = 20
     """First steps of each unit in which there is history but no action; 0 or more."""
     lock_interval: int = 10
-    """Steps that a locked unit runs bf16; at least 1."""
+    """Steps that a locked unit runs bf16; at least 1. With method="product_error", a unit that is at risk again within
+    as many steps after its release is locked for twice as long as the last time, up to 8 times this."""
     max_o: int | float = 0.1
     """maxO, the most units locked at once: a number of units (int), or a share of them (float in (0, 1], at least
     one unit)."""
     two_sided: bool = False
-    """Whether a collapse of the norm is a risk, too. Saturated and underflowing operands lower the norm."""
+    """method="gnmr": whether a collapse of the norm is a risk, too. Saturated and underflowing operands lower it."""
     common_mode: CommonMode = "none"
-    """Whether a change that all units share ("median") is divided out: a bad batch or a learning-rate step."""
+    """method="gnmr": whether a change that all units share ("median") is divided out: a bad batch or a step of the
+    learning rate."""
 
     def __post_init__(self) -> None:
         for name, least in (("delta_window", 1), ("history_window", 1), ("lock_interval", 1), ("warmup_steps", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} is not a number of steps: write an integer of at least {least}")
-        for name, low, high in (("threshold", 1, 1e9), ("delta_threshold", 0, 1e9), ("ema_decay", 0, 1)):
+        for name, low, high in (
+            ("threshold", 1, 1e9),
+            ("delta_threshold", 0, 1e9),
+            ("ema_decay", 0, 1),
+            ("error_threshold", 1, 1e9),
+            ("error_floor", 0, 1),
+        ):
             value = getattr(self, name)
+            if name == "error_threshold" and value == "auto":
+                continue
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value < high:
                 raise ValueError(f"{name}={value!r} is out of range: write a number above {low} and below {high:g}")
-        for name, choices in (("history", get_args(History)), ("common_mode", get_args(CommonMode))):
+        choices_of = {"method": Method, "history": History, "common_mode": CommonMode}
+        for name, choices in ((name, get_args(literal)) for name, literal in choices_of.items()):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known: write {' or '.join(map(repr, choices))}")
@@ -127,6 +151,8 @@ class Decision:
     """float64: Delta-GNMR; 0 where there is no evidence or no measurement, inf where the norm is not finite."""
     risk: Tensor
     """float64: above 1 for a unit that recovery would be spent on; 0 where there is no measurement."""
+    rise: Tensor
+    """float64: error of the unit's worst low-precision product by its own mean; 0 where there is no evidence."""
     locked: Tensor
     """bool: the units that run bf16 in the next optimizer step."""
     newly_locked: Tensor
@@ -170,6 +196,10 @@ class GNMRController:
         # The history: a ring of norms, or their decayed sum and the decayed sum of ones.
         self._norms = values(config.history_window, n_units) if config.history == "window" else values(n_units)
         self._weight_U = values(n_units)
+        self._errors: ErrorRise | None = None
+        if config.method == "product_error":
+            self._errors = ErrorRise(n_units, config.error_threshold, config.error_floor, config.ema_decay)
+            self._lengths_U = counts(n_units)  # of its last lock
 
     @property
     def locked(self) -> Tensor:
@@ -181,11 +211,22 @@ class GNMRController:
         """Size of the state in bytes; the same at every step."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
-    def update(self, norms: Tensor, *, stepping: Tensor | None = None, present: Tensor | None = None) -> Decision:
+    def update(
+        self,
+        norms: Tensor,
+        *,
+        errors: Tensor | None = None,
+        began: Tensor | None = None,
+        stepping: Tensor | None = None,
+        present: Tensor | None = None,
+    ) -> Decision:
         """Takes one optimizer step's gradient norms and decides.
 
         Args:
             norms: (U,), floating point, CPU: L2 norm of each unit's gradient, not negative; inf and nan are allowed.
+            errors: (U, 3), floating point, CPU: relative errors of each unit's low-precision products, nan where there
+                were none; for method="product_error", which needs them, alone.
+            began: (U,), bool: the units in whose products a value stopped being finite, None for none.
             stepping: (U,), bool: the units whose optimizer steps now, None for all. Nothing changes for the others,
                 but their locks count against maxO.
             present: (U,), bool: the units that have a gradient, None for all. A stepping unit without one counts its
@@ -215,9 +256,16 @@ class GNMRController:
         recent_U = self._ratios_WU.sum(0) / self._admitted_U.clamp(max=c.delta_window)
         delta_U = self._where(known_U, ratio_U - recent_U, 0.0)
         risk_U = (ratio_U / c.threshold).maximum(delta_U / c.delta_threshold)
-        risk_U = self._where(measured_U, risk_U, 0.0)
+        risk_U = norm_risk_U = self._where(measured_U, risk_U, 0.0)
         if not all_finite:
             gnmr_U, delta_U, risk_U = (x_U.masked_fill(nonfinite_U, math.inf) for x_U in (gnmr_U, delta_U, risk_U))
+        rise_U = torch.zeros_like(gnmr_U)
+        if self._errors is not None:
+            risk_U, rise_U = self._errors.update(self._check_errors(errors, stepping_U))
+            if began is not None and (began_U := began & stepping_U).any():
+                risk_U = risk_U.masked_fill(began_U, math.inf)
+            elif not all_finite:  # it began where no product was compared: the last unit is the nearest to it
+                risk_U = risk_U.masked_fill(nonfinite_U, math.inf)
         any_risk = risk_U.max().item() > 1
 
         # The decision.
@@ -229,24 +277,27 @@ class GNMRController:
         if any_risk:
             candidates_U = (risk_U > 1) & ~locked_U & (self._steps_U > c.warmup_steps)
             room = max(0, self.budget - int(locked_U.sum()))
-            chosen = self._rank(candidates_U, risk_U, nonfinite_U)[:room]
+            chosen = self._rank(candidates_U, risk_U, nonfinite_U if self._errors is None else risk_U == math.inf)[
+                :room
+            ]
             newly_U[chosen] = True
             locked_U[chosen] = True
-            self._until_U[chosen] = self._steps_U[chosen] + c.lock_interval
+            self._until_U[chosen] = self._steps_U[chosen] + self._lock_lengths(chosen)
 
         # The history.
-        if any_risk:
+        if norm_risk_U.max().item() > 1:
             limit_U = common * m_U
             limited_U = n_U.minimum(limit_U * c.threshold)
             if c.two_sided:
                 limited_U = limited_U.maximum((limit_U / c.threshold).clamp(max=_LARGEST))
-            n_U = limited_U.where(known_U & (risk_U > 1), n_U)
+            n_U = limited_U.where(known_U & (norm_risk_U > 1), n_U)
             ratio_U = ratio_U.clamp(max=c.threshold)
         self._admit(n_U, ratio_U, measured_U if all_positive else measured_U & (known_U | (n_U > 0)))
         return Decision(
             gnmr=gnmr_U,
             delta_gnmr=delta_U,
             risk=risk_U,
+            rise=rise_U,
             locked=locked_U,
             newly_locked=newly_U,
             released=released_U,
@@ -282,6 +333,22 @@ class GNMRController:
         measured_U = stepping_U if present is None else stepping_U & present
         return stepping_U, self._everyone_if(measured_U)
 
+    def _check_errors(self, errors: Tensor | None, stepping_U: Tensor) -> Tensor:
+        """The product errors in float64, nan for the units that do not step."""
+        shape = (self.n_units, 3)
+        if errors is None:
+            raise ValueError(
+                "method='product_error' decides on the errors of low-precision products, and none were given: train "
+                "with GNMRPrecision, or write method='gnmr'"
+            )
+        if errors.shape != shape or not errors.is_floating_point() or errors.device.type != "cpu":
+            raise ValueError(
+                f"errors of shape {tuple(errors.shape)} and {errors.dtype} on {errors.device} do not fit {shape[0]} "
+                "units: give three floating-point errors for each unit, on the CPU"
+            )
+        errors_U3 = errors.detach().to(torch.float64)
+        return errors_U3 if stepping_U is self._everyone else errors_U3.masked_fill(~stepping_U[:, None], math.nan)
+
     def _everyone_if(self, mask_U: Tensor) -> Tensor:
         """The mask, or `self._everyone` itself where it is true for all, which is the rule and saves work."""
         return self._everyone if mask_U is self._everyone or mask_U.all() else mask_U
@@ -307,6 +374,17 @@ class GNMRController:
         began_late = (candidates_U & nonfinite_U).nonzero().flatten().flip(0)
         others = (candidates_U & ~nonfinite_U).nonzero().flatten()
         return torch.cat([began_late, others[risk_U[others].argsort(descending=True, stable=True)]])
+
+    def _lock_lengths(self, chosen: Tensor) -> int | Tensor:
+        """How long each of the chosen units is locked."""
+        c = self.config
+        if self._errors is None:
+            return c.lock_interval
+        since_release = self._steps_U[chosen] - self._until_U[chosen]
+        relapsed = (self._lengths_U[chosen] > 0) & (since_release <= c.lock_interval)
+        longer = (2 * self._lengths_U[chosen]).clamp(max=_LONGEST * c.lock_interval)
+        self._lengths_U[chosen] = lengths = longer.where(relapsed, c.lock_interval)
+        return lengths
 
     def _admit(self, n_U: Tensor, ratio_U: Tensor, admit_U: Tensor) -> None:
         """Takes the norms and ratios of the units in `admit_U` into their history."""
@@ -338,7 +416,16 @@ class GNMRController:
             "ratios": self._ratios_WU,
             "norms": self._norms,
             "weight": self._weight_U,
-        }
+        } | (
+            {}
+            if self._errors is None
+            else {
+                "errors": self._errors.errors_U3,
+                "error_squares": self._errors.squares_U3,
+                "error_weights": self._errors.weights_U3,
+                "lock_lengths": self._lengths_U,
+            }
+        )
 
     def _shape(self) -> dict[str, Any]:
         """What a state must agree on with the controller that goes on from it."""
@@ -346,7 +433,7 @@ class GNMRController:
         windows = {"delta_window": c.delta_window} | (
             {"history_window": c.history_window} if c.history == "window" else {}
         )
-        return {"n_units": self.n_units, "history": c.history, **windows}
+        return {"n_units": self.n_units, "method": c.method, "history": c.history, **windows}
 
     def state_dict(self) -> dict[str, Any]:
         """Locks, warm-up counts and history: tensors and plain values, copies."""

@@ -173,7 +173,8 @@ class GNMRPrecision(Precision):
         for unit in self.units:
             self._switches.append(torch.zeros((), dtype=torch.bool, device="cpu"))
             for linear in unit.linears.values():
-                make_recoverable(linear, self._switches[-1], self.backend.name, device=device)
+                probing = self.control.method == "product_error"
+                make_recoverable(linear, self._switches[-1], self.backend.name, probing=probing, device=device)
         self._apply(self._controller.locked)
         if trainer is not None:
             _attach_callback(trainer)

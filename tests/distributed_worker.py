@@ -208,7 +208,9 @@ def train(strategy: str, recipe: str, fault: str | None) -> dict:
     plugin = GNMRPrecision(
         Exact() if exact else recipe,
         include=["*"] if exact else None,
-        control=GNMRConfig(threshold=20.0, delta_threshold=19.0, warmup_steps=2, lock_interval=3, max_o=1),
+        control=GNMRConfig(
+            method="gnmr", threshold=20.0, delta_threshold=19.0, warmup_steps=2, lock_interval=3, max_o=1
+        ),
     )
     run = trainer(
         plugin,

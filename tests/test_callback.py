@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from gnmr_lightning import GNMRCallback, GNMRConfig, GNMRPrecision, backends
 
-CONTROL = GNMRConfig(threshold=5.0, delta_threshold=4.0, warmup_steps=4, lock_interval=3, max_o=1)
+CONTROL = GNMRConfig(method="gnmr", threshold=5.0, delta_threshold=4.0, warmup_steps=4, lock_interval=3, max_o=1)
 
 
 class SixteenRows(backends.Backend):
@@ -117,7 +117,7 @@ def test_without_the_plugin_it_observes(tmp_path):
         run.fit(model, batches(12))
         return model, run
 
-    callback = GNMRCallback(control=GNMRConfig(threshold=1.05, delta_threshold=0.05, warmup_steps=4))
+    callback = GNMRCallback(control=GNMRConfig(method="gnmr", threshold=1.05, delta_threshold=0.05, warmup_steps=4))
     watched, run = fit(callback)
     assert callback.totals()["interventions"] > 0
     assert {"gnmr/max", "gnmr/interventions", "gnmr/recovered"} <= set(run.callback_metrics)
@@ -128,7 +128,7 @@ def test_without_the_plugin_it_observes(tmp_path):
 
 def test_an_observer_keeps_its_history_in_the_checkpoint(tmp_path):
     def fit(path, epochs, ckpt=None):
-        callback = GNMRCallback(control=GNMRConfig(threshold=1.05, delta_threshold=0.05, warmup_steps=4))
+        callback = GNMRCallback(control=GNMRConfig(method="gnmr", threshold=1.05, delta_threshold=0.05, warmup_steps=4))
         checkpoint = ModelCheckpoint(path, save_last=True, every_n_epochs=1, save_on_train_epoch_end=True)
         run = trainer(callbacks=[callback, checkpoint], max_epochs=epochs, enable_checkpointing=True)
         run.fit(Net(), batches(10), ckpt_path=ckpt, weights_only=True)

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from torch import Tensor
 from gnmr_lightning.controller import Decision, GNMRConfig, GNMRController
 
 INF, NAN = math.inf, math.nan
+plain_rule = partial(GNMRConfig, method="gnmr")
 NASTY = (0.0, 5e-324, 1e-310, 1e-200, 1e200, 1e308, INF, NAN)
 
 quick = settings(max_examples=40, deadline=None)
@@ -117,7 +119,7 @@ def test_a_table_made_by_hand():
         ((33, 1), (2, 0.5), (0, -0.5), (1, 0.25), (0, 1), (0, 0), (0, 0)),
         ((106, 5), (4, 2), (2, 0.75), (2, 1), (1, 0), (1, 0), (0, 1)),
     ]
-    config = GNMRConfig(
+    config = plain_rule(
         threshold=2.0,
         delta_threshold=1.0,
         delta_window=2,
@@ -268,7 +270,7 @@ def test_any_input_keeps_the_budget_and_gives_no_nan(config, n_units, seed):
 @pytest.mark.parametrize("history", ["ema", "window", "cumulative"])
 @pytest.mark.parametrize("two_sided", [False, True])
 def test_a_constant_nasty_norm_is_no_evidence_unless_it_is_not_finite(value, history, two_sided):
-    config = GNMRConfig(history=history, two_sided=two_sided, warmup_steps=0, max_o=1.0)
+    config = plain_rule(history=history, two_sided=two_sided, warmup_steps=0, max_o=1.0)
     controller = GNMRController(config, 3)
     for _ in range(5):
         decision = controller.update(f64(value, value, value))
@@ -278,7 +280,7 @@ def test_a_constant_nasty_norm_is_no_evidence_unless_it_is_not_finite(value, his
 
 
 def test_a_ratio_that_overflows_is_an_infinite_risk_but_finite():
-    controller = GNMRController(GNMRConfig(warmup_steps=0, max_o=2), 4)
+    controller = GNMRController(plain_rule(warmup_steps=0, max_o=2), 4)
     controller.update(f64(1e-200, 1e-200, 1, 1))
     decision = controller.update(f64(1e200, 1e200, 1, NAN))
     assert decision.gnmr.tolist() == [*decision.risk.tolist()[:2], 1, INF] == [INF, INF, 1, INF]
@@ -323,7 +325,7 @@ def digest() -> str:
     """The bits of a run that uses every option."""
     digest = hashlib.sha256()
     for history in ("ema", "window", "cumulative"):
-        config = GNMRConfig(history=history, warmup_steps=3, two_sided=True, common_mode="median")
+        config = plain_rule(history=history, warmup_steps=3, two_sided=True, common_mode="median")
         for decision in run(GNMRController(config, 37), stream(5, 37, 60, (0.0, NAN), masks=True)):
             for field in fields(Decision):
                 digest.update(repr(getattr(decision, field.name).tolist()).encode())
@@ -370,7 +372,7 @@ def test_a_units_own_scale_changes_nothing(config, n_units, seed):
 @given(st.integers(1, 6), st.integers(0, 5), st.lists(st.booleans(), min_size=20, max_size=30))
 def test_a_lock_lasts_its_interval_exactly_in_the_units_own_steps(interval, warmup, steps):
     """Unit 0 spikes once; unit 1 is there so that something steps always."""
-    controller = GNMRController(GNMRConfig(lock_interval=interval, warmup_steps=warmup, max_o=2), 2)
+    controller = GNMRController(plain_rule(lock_interval=interval, warmup_steps=warmup, max_o=2), 2)
     for _ in range(warmup + 1):
         controller.update(f64(1, 1))
     assert controller.update(f64(50, 1)).newly_locked.tolist() == [True, False]
@@ -386,7 +388,7 @@ def test_a_lock_lasts_its_interval_exactly_in_the_units_own_steps(interval, warm
 
 
 def test_a_released_unit_competes_in_the_same_update():
-    controller = GNMRController(GNMRConfig(lock_interval=1, warmup_steps=1, max_o=1), 2)
+    controller = GNMRController(plain_rule(lock_interval=1, warmup_steps=1, max_o=1), 2)
     controller.update(f64(1, 1))
     assert controller.update(f64(50, 1)).locked.tolist() == [True, False]
     decision = controller.update(f64(90, 40))
@@ -403,14 +405,14 @@ def test_a_released_unit_competes_in_the_same_update():
     ],
 )
 def test_max_o_as_units_and_as_share(max_o, n_units, budget):
-    controller = GNMRController(GNMRConfig(max_o=max_o, warmup_steps=1), n_units)
+    controller = GNMRController(plain_rule(max_o=max_o, warmup_steps=1), n_units)
     assert controller.budget == budget
     controller.update(torch.ones(n_units))
     assert int(controller.update(torch.full((n_units,), 9.0)).locked.sum()) == budget
 
 
 def test_warm_up_acts_on_nothing_and_counts_each_units_own_steps():
-    controller = GNMRController(GNMRConfig(warmup_steps=3, max_o=1.0), 2)
+    controller = GNMRController(plain_rule(warmup_steps=3, max_o=1.0), 2)
     for stepping in (mask(1, 1), mask(1, 0), mask(1, 0)):
         decision = controller.update(f64(INF, NAN), stepping=stepping)
         assert decision.risk.tolist() == [INF, INF if stepping[1] else 0]
@@ -422,7 +424,7 @@ def test_warm_up_acts_on_nothing_and_counts_each_units_own_steps():
 
 @pytest.mark.parametrize("history", ["ema", "window", "cumulative"])
 def test_the_state_has_one_size(history):
-    controller = GNMRController(GNMRConfig(history=history), 50)
+    controller = GNMRController(plain_rule(history=history), 50)
     sizes = set()
     for norms, *_ in stream(1, 50, 100, NASTY):
         controller.update(norms)
@@ -442,7 +444,7 @@ def test_the_state_has_one_size(history):
 @pytest.mark.parametrize("spike", [8.5, 1e3, 1e300])
 @pytest.mark.parametrize("after", [1, 9])
 def test_a_spike_raises_its_baseline_no_more_than_one_at_the_limit(history, spike, after):
-    a, b = (GNMRController(GNMRConfig(history=history), 1) for _ in range(2))
+    a, b = (GNMRController(plain_rule(history=history), 1) for _ in range(2))
     for _ in range(after):
         a.update(f64(4))
         b.update(f64(4))
@@ -456,7 +458,7 @@ def test_a_spike_raises_its_baseline_no_more_than_one_at_the_limit(history, spik
 
 @pytest.mark.parametrize("collapse", [1.5, 1e-300, 0.0])
 def test_a_collapse_lowers_its_baseline_no_more_than_one_at_the_limit(collapse):
-    a, b = (GNMRController(GNMRConfig(two_sided=True), 1) for _ in range(2))
+    a, b = (GNMRController(plain_rule(two_sided=True), 1) for _ in range(2))
     for controller, norm in itertools.product((a, b), (4, 4, 4)):
         controller.update(f64(norm))
     assert a.update(f64(collapse)).risk.item() > 1
@@ -469,7 +471,7 @@ def test_a_collapse_lowers_its_baseline_no_more_than_one_at_the_limit(collapse):
 
 def test_a_limit_that_overflows_leaves_the_history_finite():
     """The others rise by 1e290; that, times the mean of unit 0, is what its fall is limited to: an overflow."""
-    controller = GNMRController(GNMRConfig(two_sided=True, common_mode="median", warmup_steps=0), 4)
+    controller = GNMRController(plain_rule(two_sided=True, common_mode="median", warmup_steps=0), 4)
     controller.update(f64(1e299, 1, 1, 1))
     assert controller.update(f64(1, 1e290, 1e290, 1e290)).risk[0].item() == INF
     assert controller.state_dict()["norms"].isfinite().all()
@@ -477,7 +479,7 @@ def test_a_limit_that_overflows_leaves_the_history_finite():
 
 def test_a_lasting_rise_is_learnt_by_a_mean_of_all_norms():
     """Slowly: with 2 m admitted at a mean over t norms, m grows by 1 / (t + 1) of itself, so as t + 1 does."""
-    controller = GNMRController(GNMRConfig(history="cumulative", delta_threshold=9.0, warmup_steps=5), 1)
+    controller = GNMRController(plain_rule(history="cumulative", delta_threshold=9.0, warmup_steps=5), 1)
     for _ in range(10):
         controller.update(f64(1))
     # m over t norms is (t + 1) / 11 for t >= 10, risk is 8 / m / 2, and 1 is met at m = 4, t = 43
@@ -489,7 +491,7 @@ def test_a_lasting_rise_is_learnt_by_a_mean_of_all_norms():
 @pytest.mark.parametrize("history", ["ema", "window"])
 @pytest.mark.parametrize(("level", "two_sided"), [(100.0, False), (0.01, False), (100.0, True), (0.01, True)])
 def test_a_lasting_change_of_level_is_learnt(history, level, two_sided):
-    config = GNMRConfig(history=history, ema_decay=0.9, two_sided=two_sided, warmup_steps=5)
+    config = plain_rule(history=history, ema_decay=0.9, two_sided=two_sided, warmup_steps=5)
     controller = GNMRController(config, 1)
     for _ in range(20):
         controller.update(f64(1))
@@ -504,7 +506,7 @@ def test_a_lasting_change_of_level_is_learnt(history, level, two_sided):
 
 
 def test_a_norm_that_is_not_finite_is_not_admitted():
-    a, b = (GNMRController(GNMRConfig(warmup_steps=0, delta_window=3), 1) for _ in range(2))
+    a, b = (GNMRController(plain_rule(warmup_steps=0, delta_window=3), 1) for _ in range(2))
     for norm in (1, 2, NAN, 3, INF, 2):
         x = a.update(f64(norm))
         if math.isfinite(norm):
@@ -515,7 +517,7 @@ def test_a_norm_that_is_not_finite_is_not_admitted():
 
 
 def test_zero_norms_do_not_begin_a_history():
-    controller = GNMRController(GNMRConfig(history="cumulative", warmup_steps=0, two_sided=True), 1)
+    controller = GNMRController(plain_rule(history="cumulative", warmup_steps=0, two_sided=True), 1)
     for norm, gnmr in ((0, 1), (0, 1), (5, 1), (5, 1), (10, 2)):
         decision = controller.update(f64(norm))
         assert decision.gnmr.item() == gnmr
@@ -524,7 +526,7 @@ def test_zero_norms_do_not_begin_a_history():
 
 
 def test_a_mean_of_zero_is_no_evidence():
-    controller = GNMRController(GNMRConfig(history="window", history_window=2, warmup_steps=0), 1)
+    controller = GNMRController(plain_rule(history="window", history_window=2, warmup_steps=0), 1)
     for norm, gnmr, admitted in ((1, 1, 1), (0, 0, 2), (0, 0, 3), (0, 1, 3), (7, 1, 4)):
         decision = controller.update(f64(norm))
         assert (decision.gnmr.item(), decision.delta_gnmr.item() > 0) == (gnmr, False)
@@ -538,7 +540,7 @@ def test_a_mean_of_zero_is_no_evidence():
 @given(st.integers(1, 8), st.integers(1, 8), st.data())
 def test_norms_that_are_not_finite_go_first_and_the_later_first(n_units, max_o, data):
     kinds = data.draw(st.lists(st.sampled_from([1.0, 9.0, INF, NAN]), min_size=n_units, max_size=n_units))
-    controller = GNMRController(GNMRConfig(max_o=max_o, warmup_steps=1), n_units)
+    controller = GNMRController(plain_rule(max_o=max_o, warmup_steps=1), n_units)
     controller.update(torch.ones(n_units))
     decision = controller.update(f64(*kinds))
     broken = [u for u in reversed(range(n_units)) if not math.isfinite(kinds[u])]
@@ -547,7 +549,7 @@ def test_norms_that_are_not_finite_go_first_and_the_later_first(n_units, max_o, 
 
 
 def test_equal_finite_risks_go_by_rising_index():
-    controller = GNMRController(GNMRConfig(max_o=5, warmup_steps=1), 300)
+    controller = GNMRController(plain_rule(max_o=5, warmup_steps=1), 300)
     controller.update(torch.ones(300))
     norms = torch.ones(300)
     norms[100:290] = 9
@@ -577,7 +579,7 @@ def test_a_unit_whose_optimizer_does_not_step_does_not_change(config, seed):
 
 
 def test_the_locks_of_a_resting_optimizer_count_against_max_o():
-    controller = GNMRController(GNMRConfig(warmup_steps=1, max_o=1, lock_interval=2), 2)
+    controller = GNMRController(plain_rule(warmup_steps=1, max_o=1, lock_interval=2), 2)
     controller.update(f64(1, 1))
     assert controller.update(f64(9, 1), stepping=mask(1, 0)).locked.tolist() == [True, False]
     for _ in range(5):
@@ -609,7 +611,7 @@ def test_a_unit_without_gradient_only_counts_its_lock_down(config, n_units, seed
 
 @pytest.mark.parametrize(("norm", "risk"), [(0.5, 1), (0.25, 3), (4, 3), (1, 0.5), (0.0, INF)])
 def test_two_sided_takes_a_collapse_for_a_risk(norm, risk):
-    plain, folded = (GNMRController(GNMRConfig(two_sided=t, warmup_steps=2), 1) for t in (False, True))
+    plain, folded = (GNMRController(plain_rule(two_sided=t, warmup_steps=2), 1) for t in (False, True))
     for controller, _ in itertools.product((plain, folded), range(2)):
         controller.update(f64(1))
     decision = folded.update(f64(norm))
@@ -625,7 +627,7 @@ def test_two_sided_takes_a_collapse_for_a_risk(norm, risk):
 def test_median_lets_a_change_shared_by_all_units_pass(n_units, seed, two_sided):
     rng = random.Random(seed)
     level = f64(*(rng.lognormvariate(0, 3) for _ in range(n_units)))
-    config = GNMRConfig(common_mode="median", warmup_steps=1, max_o=1.0, two_sided=two_sided)
+    config = plain_rule(common_mode="median", warmup_steps=1, max_o=1.0, two_sided=two_sided)
     common, plain = GNMRController(config, n_units), GNMRController(replace(config, common_mode="none"), n_units)
     acted = False
     for _ in range(20):
@@ -643,7 +645,7 @@ def test_median_lets_a_change_shared_by_all_units_pass(n_units, seed, two_sided)
 
 
 def test_median_reports_the_plain_ratio_and_needs_three_units_with_one():
-    config = GNMRConfig(common_mode="median", warmup_steps=1)
+    config = plain_rule(common_mode="median", warmup_steps=1)
     three, two = GNMRController(config, 3), GNMRController(config, 3)
     three.update(f64(1, 1, 1))
     two.update(f64(1, 1, 0))  # the third has no history yet
@@ -659,18 +661,18 @@ def test_median_reports_the_plain_ratio_and_needs_three_units_with_one():
 
 def test_float32_and_bfloat16_norms_are_exact_in_float64():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        controller, exact = (GNMRController(GNMRConfig(warmup_steps=1), 2) for _ in range(2))
+        controller, exact = (GNMRController(plain_rule(warmup_steps=1), 2) for _ in range(2))
         for norms, *_ in stream(3, 2, 20):
             assert equal(controller.update(norms.to(dtype)), exact.update(norms.to(dtype).double()))
 
 
 def test_default_dtype_and_device_do_not_matter():
     steps = list(stream(4, 5, 30, (0.0, NAN), masks=True))
-    plain = run(GNMRController(GNMRConfig(warmup_steps=3), 5), steps)
+    plain = run(GNMRController(plain_rule(warmup_steps=3), 5), steps)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            other = run(GNMRController(GNMRConfig(warmup_steps=3), 5), steps)
+            other = run(GNMRController(plain_rule(warmup_steps=3), 5), steps)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(equal(a, b) for a, b in zip(plain, other, strict=True))
@@ -678,7 +680,7 @@ def test_default_dtype_and_device_do_not_matter():
 
 def test_what_is_given_out_belongs_to_the_caller():
     steps = list(stream(6, 4, 30, (0.0, INF)))
-    kept, spoilt = (GNMRController(GNMRConfig(warmup_steps=2, history="window"), 4) for _ in range(2))
+    kept, spoilt = (GNMRController(plain_rule(warmup_steps=2, history="window"), 4) for _ in range(2))
     for norms, *_ in steps:
         expected, mine = kept.update(norms), norms.clone()
         found = spoilt.update(mine)
@@ -695,7 +697,7 @@ def test_what_is_given_out_belongs_to_the_caller():
 
 
 def test_norms_that_require_grad_leave_no_graph_in_the_state():
-    controller = GNMRController(GNMRConfig(), 2)
+    controller = GNMRController(plain_rule(), 2)
     decision = controller.update(f64(1, 2).requires_grad_())
     assert not decision.gnmr.requires_grad
     assert not any(v.requires_grad for v in controller.state_dict().values() if torch.is_tensor(v))
@@ -725,7 +727,7 @@ def test_norms_that_require_grad_leave_no_graph_in_the_state():
     ],
 )
 def test_refuses_input_that_is_not_one_norm_for_each_unit(arguments, message):
-    controller = GNMRController(GNMRConfig(), 3)
+    controller = GNMRController(plain_rule(), 3)
     controller.update(f64(1, 2, 3))
     before = controller.state_dict()
     with pytest.raises(ValueError, match=message):
@@ -735,7 +737,7 @@ def test_refuses_input_that_is_not_one_norm_for_each_unit(arguments, message):
 
 def test_refuses_no_units():
     with pytest.raises(ValueError, match="n_units=0 leaves nothing to control: give at least one unit"):
-        GNMRController(GNMRConfig(), 0)
+        GNMRController(plain_rule(), 0)
 
 
 # -- saved state -----------------------------------------------------------------------------------------------------
@@ -752,9 +754,9 @@ def test_refuses_no_units():
     ],
 )
 def test_refuses_the_state_of_another_controller(saved, n_units, here, message):
-    state = GNMRController(GNMRConfig(**saved), n_units).state_dict()
+    state = GNMRController(plain_rule(**saved), n_units).state_dict()
     with pytest.raises(ValueError, match=message):
-        GNMRController(GNMRConfig(**here), 3).load_state_dict(state)
+        GNMRController(plain_rule(**here), 3).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -769,9 +771,9 @@ def test_refuses_the_state_of_another_controller(saved, n_units, here, message):
     ],
 )
 def test_refuses_a_damaged_state_and_keeps_its_own(change, message):
-    controller = GNMRController(GNMRConfig(), 3)
+    controller = GNMRController(plain_rule(), 3)
     controller.update(f64(1, 2, 3))
-    before, state = controller.state_dict(), GNMRController(GNMRConfig(), 3).state_dict()
+    before, state = controller.state_dict(), GNMRController(plain_rule(), 3).state_dict()
     change(state)
     with pytest.raises(ValueError, match=message):
         controller.load_state_dict(state)
@@ -779,11 +781,11 @@ def test_refuses_a_damaged_state_and_keeps_its_own(change, message):
 
 
 def test_refuses_more_locks_than_its_budget():
-    controller = GNMRController(GNMRConfig(max_o=3, warmup_steps=0), 4)
+    controller = GNMRController(plain_rule(max_o=3, warmup_steps=0), 4)
     controller.update(f64(INF, INF, INF, INF))
     state = controller.state_dict()
     with pytest.raises(ValueError, match="3 locked units and max_o=2 allows 2: resume with max_o=3 or more"):
-        GNMRController(GNMRConfig(max_o=2), 4).load_state_dict(state)
+        GNMRController(plain_rule(max_o=2), 4).load_state_dict(state)
 
 
 # -- config ----------------------------------------------------------------------------------------------------------
@@ -806,7 +808,7 @@ def test_refuses_more_locks_than_its_budget():
 )
 def test_config_names_the_value_and_the_way_out(name, value, way_out):
     with pytest.raises(ValueError, match=name) as error:
-        GNMRConfig(**{name: value})
+        plain_rule(**{name: value})
     sentence = str(error.value)
     assert sentence.startswith(f"{name}={value!r} ")
     assert f": write {way_out}" in sentence
@@ -815,9 +817,9 @@ def test_config_names_the_value_and_the_way_out(name, value, way_out):
 
 def test_config_is_frozen_and_keyword_only():
     with pytest.raises(AttributeError):
-        GNMRConfig().threshold = 3.0
+        plain_rule().threshold = 3.0
     with pytest.raises(TypeError):
-        GNMRConfig(2.0)
+        plain_rule(2.0)
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("1.0", 1.0), ("0.25", 0.25), ("3", 3)])
@@ -831,4 +833,4 @@ def test_max_o_from_yaml_stays_what_was_written(text, value):
     ):
         config = parser.instantiate_classes(parsed).control
         assert (config.max_o, type(config.max_o)) == (value, type(value))
-        assert config == GNMRConfig(max_o=value, history="window", two_sided=True)
+        assert config == plain_rule(max_o=value, history="window", two_sided=True)

@@ -16,7 +16,7 @@ from gnmr_lightning import GNMRCallback, GNMRConfig, GNMRPrecision, backends
 from gnmr_lightning.linear import RecoverableLinear
 from gnmr_lightning.signal import UnitNorms
 
-EAGER = GNMRConfig(threshold=5.0, delta_threshold=4.0, warmup_steps=4, lock_interval=6, max_o=1)
+EAGER = GNMRConfig(method="gnmr", threshold=5.0, delta_threshold=4.0, warmup_steps=4, lock_interval=6, max_o=1)
 
 
 class Record(pl.Callback):
@@ -474,7 +474,9 @@ def test_two_optimizers_decide_on_their_own_units(clip):
         def configure_optimizers(self):
             return torch.optim.SGD(self.net[:3].parameters(), 0.1), torch.optim.SGD(self.net[3:].parameters(), 0.1)
 
-    plugin = GNMRPrecision("int8", control=GNMRConfig(history="cumulative", threshold=100, delta_threshold=100))
+    plugin = GNMRPrecision(
+        "int8", control=GNMRConfig(method="gnmr", history="cumulative", threshold=100, delta_threshold=100)
+    )
     model, callback, paths = Two(), GNMRCallback(), Paths()
     # net.0 and net.2 belong to the first optimizer, net.4 to the second
     trainer(plugin, callbacks=[callback, paths]).fit(model, batches(10))

@@ -13,7 +13,7 @@ RECIPES = ["int8", "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_g
 def test_the_sick_unit_and_only_it_runs_bf16_for_exactly_the_lock_interval(recipe):
     model, paths, callback = Net(), Paths(), GNMRCallback()
     parameters = {name: id(p) for name, p in model.named_parameters()}
-    control = GNMRConfig(threshold=5.0, delta_threshold=4.0, warmup_steps=5, lock_interval=6, max_o=1)
+    control = GNMRConfig(method="gnmr", threshold=5.0, delta_threshold=4.0, warmup_steps=5, lock_interval=6, max_o=1)
     run = trainer(GNMRPrecision(recipe, control=control), callbacks=[callback, Fault("net.2", [12]), paths])
     run.fit(model, batches(30))
 
@@ -31,7 +31,7 @@ def test_the_sick_unit_and_only_it_runs_bf16_for_exactly_the_lock_interval(recip
 
 def test_a_lasting_fault_is_locked_again_as_soon_as_its_lock_ends():
     paths = Paths()
-    control = GNMRConfig(threshold=5.0, delta_threshold=4.0, warmup_steps=5, lock_interval=3, max_o=1)
+    control = GNMRConfig(method="gnmr", threshold=5.0, delta_threshold=4.0, warmup_steps=5, lock_interval=3, max_o=1)
     run = trainer(GNMRPrecision("int8", control=control), callbacks=[Fault("net.2", range(10, 30), 1e6), paths])
     run.fit(Net(), batches(24))
     # locked by step 10; released after 13 and, healthy in bf16, not locked again before it has run low once: step 14
@@ -42,7 +42,7 @@ def test_a_lasting_fault_is_locked_again_as_soon_as_its_lock_ends():
 
 def test_warm_up_takes_no_action():
     paths = Paths()
-    control = GNMRConfig(threshold=5.0, delta_threshold=4.0, warmup_steps=15, max_o=1)
+    control = GNMRConfig(method="gnmr", threshold=5.0, delta_threshold=4.0, warmup_steps=15, max_o=1)
     trainer(GNMRPrecision("int8", control=control), callbacks=[Fault("net.2", [14]), paths]).fit(Net(), batches(20))
     assert not any(paths.bf16)
 
@@ -63,7 +63,7 @@ def test_block_units_are_moved_as_a_whole():
             return torch.nn.functional.cross_entropy(self.head(x).float(), y)
 
     paths = Paths()
-    control = GNMRConfig(threshold=5.0, delta_threshold=4.0, warmup_steps=5, lock_interval=4, max_o=1)
+    control = GNMRConfig(method="gnmr", threshold=5.0, delta_threshold=4.0, warmup_steps=5, lock_interval=4, max_o=1)
     plugin = GNMRPrecision("int8", granularity="block", control=control)
     trainer(plugin, callbacks=[Fault("net.1.2", [10]), paths]).fit(Blocks(), batches(20))
     assert [unit.name for unit in plugin.units] == ["net.0", "net.1", "net.2"]
