@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Backend:
 _REGISTRY: dict[str, Backend] = {}
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "int8")
-"""The recipes that have a name; `recipe` also takes "auto", a torchao config object or a `Backend`."""
+"""The recipes that have a name; `recipe` also takes "auto", "fake(...)", a torchao config object or a `Backend`."""
 
 
 def register(backend: Backend) -> Backend:
@@ -90,6 +91,7 @@ def resolve(recipe: Any) -> Backend:
     """
     # Not at the top of the file: both families import torchao, which is slow and, without a GPU, noisy.
     with _quiet_on_cpu("torchao", "torch.utils._pytree"):
+        from .fake import FakeBackend, FakeSpec
         from .float8 import Float8Backend, Float8LinearConfig
         from .int8 import Int8Backend, Int8MixedPrecisionTrainingConfig
 
@@ -101,12 +103,14 @@ def resolve(recipe: Any) -> Backend:
         return register(Int8Backend(recipe))
     if recipe == "int8":
         return register(Int8Backend(Int8MixedPrecisionTrainingConfig()))
+    if isinstance(recipe, str) and recipe.startswith("fake"):
+        return register(FakeBackend(**asdict(FakeSpec.parse(recipe))))
     if isinstance(recipe, str) and recipe in RECIPES:
         name = recipe.removeprefix("float8_")
         return register(Float8Backend(Float8LinearConfig.from_recipe_name(name), name=recipe))
     raise ValueError(
         f"recipe={recipe!r} is not known: write 'auto', one of {', '.join(map(repr, RECIPES))}, "
-        "or give a torchao Float8LinearConfig or Int8MixedPrecisionTrainingConfig"
+        "a study's 'fake(a=4, w=8, g=8)', or give a torchao Float8LinearConfig or Int8MixedPrecisionTrainingConfig"
     )
 
 
