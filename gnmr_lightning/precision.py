@@ -44,8 +44,8 @@ class GNMRPrecision(Precision):
 
     Args:
         recipe: "auto" (rowwise float8 from SM90, tensorwise float8 on SM89, else int8), "float8_tensorwise",
-            "float8_rowwise", "float8_rowwise_with_gw_hp", "int8", a study's "fake(a=4, w=8, g=8)", or a torchao `Float8LinearConfig` or
-            `Int8MixedPrecisionTrainingConfig`.
+            "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "int8", a study's "fake(a=4, w=8, g=8)",
+            or a torchao `Float8LinearConfig` or `Int8MixedPrecisionTrainingConfig`.
         base: what everything else runs in: "bf16-mixed" (fp32 weights under autocast) or "bf16-true".
         granularity: "linear", each layer is a unit; "block", each element of a repeated ModuleList is.
         include: fnmatch patterns on fully qualified names of layers to convert; None takes all but the output head.

@@ -68,7 +68,7 @@ class Backend:
 
 _REGISTRY: dict[str, Backend] = {}
 
-RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "int8")
+RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "int8")
 """The recipes that have a name; `recipe` also takes "auto", "fake(...)", a torchao config object or a `Backend`."""
 
 
@@ -91,6 +91,7 @@ def resolve(recipe: Any) -> Backend:
     """
     # Not at the top of the file: both families import torchao, which is slow and, without a GPU, noisy.
     with _quiet_on_cpu("torchao", "torch.utils._pytree"):
+        from .blockwise import BlockwiseBackend
         from .fake import FakeBackend, FakeSpec
         from .float8 import Float8Backend, Float8LinearConfig
         from .int8 import Int8Backend, Int8MixedPrecisionTrainingConfig
@@ -101,6 +102,8 @@ def resolve(recipe: Any) -> Backend:
         return register(Float8Backend(recipe))
     if isinstance(recipe, Int8MixedPrecisionTrainingConfig):
         return register(Int8Backend(recipe))
+    if recipe == "float8_blockwise":
+        return register(BlockwiseBackend())
     if recipe == "int8":
         return register(Int8Backend(Int8MixedPrecisionTrainingConfig()))
     if isinstance(recipe, str) and recipe.startswith("fake"):
