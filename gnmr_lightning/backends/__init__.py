@@ -61,6 +61,13 @@ class Backend:
         """Why no call of a layer of this size can run in low precision; None if some can."""
         return None
 
+    def too_small(self, in_features: int, out_features: int) -> str | None:
+        """Why a layer of this size would not profit, by torchao's rule (`skip_small=True`); None if it would.
+
+        A recipe that torchao has no rule for leaves this method as it is.
+        """
+        return None
+
     def takes_rows(self, rows: int, device_type: str) -> bool:
         """Whether a call with `rows` = M > 0 rows runs in low precision (the layer's sizes are fine)."""
         return True
