@@ -44,10 +44,10 @@ class GNMRPrecision(Precision):
 
     Args:
         recipe: "auto" (rowwise float8 from SM90, tensorwise float8 on SM89, else int8), "float8_tensorwise",
-            "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "int8", a study's "fake(a=4, w=8, g=8)",
-            or a torchao `Float8LinearConfig` or `Int8MixedPrecisionTrainingConfig`. Or a dict of these by fnmatch
-            pattern on names of layers, {"*.mlp.*": "float8_rowwise", "*.attn.*": "int8"}: a layer's first match
-            is its recipe, and a layer without a match stays as it is.
+            "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "int8", a study's
+            "fake(a=4, w=8, g=8)", a torchao `Float8LinearConfig` or `Int8MixedPrecisionTrainingConfig`, or a `Backend`
+            of your own. Or a dict of these by fnmatch pattern on names of layers, {"*.mlp.*": "float8_rowwise",
+            "*.attn.*": "int8"}: a layer's first match is its recipe, and a layer without a match stays as it is.
         base: what everything else runs in: "bf16-mixed" (fp32 weights under autocast) or "bf16-true".
         granularity: "linear", each layer is a unit; "block", each element of a repeated ModuleList is.
         include: fnmatch patterns on fully qualified names of layers to convert; None takes all but the output head.

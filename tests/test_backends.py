@@ -122,7 +122,7 @@ def test_int8_on_cuda_follows_the_kernel_that_torchao_would_use(monkeypatch):
 
 
 def test_importing_torchao_through_us_is_quiet_without_a_gpu():
-    code = "from gnmr_lightning import GNMRPrecision; GNMRPrecision('int8'); GNMRPrecision('float8_rowwise')"
+    code = "from gnmr_lightning import GNMRPrecision; GNMRPrecision('int8'); GNMRPrecision('mxfp8')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "Failed to load" not in done.stderr
     assert "Enum" not in done.stderr

@@ -75,7 +75,7 @@ class Backend:
 
 _REGISTRY: dict[str, Backend] = {}
 
-RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "int8")
+RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "int8")
 """The recipes that have a name; `recipe` also takes "auto", "fake(...)", a torchao config object or a `Backend`."""
 
 
@@ -94,9 +94,9 @@ def resolve(recipe: Any) -> Backend:
     """The backend for a recipe's name, a torchao training config or a `Backend` itself, registered.
 
     Raises:
-        ValueError: `recipe` is none of these.
+        ValueError: `recipe` is none of these, or needs a newer torchao.
     """
-    # Not at the top of the file: both families import torchao, which is slow and, without a GPU, noisy.
+    # Not at the top of the file: all families import torchao, which is slow and, without a GPU, noisy.
     with _quiet_on_cpu("torchao", "torch.utils._pytree"):
         from .blockwise import BlockwiseBackend
         from .fake import FakeBackend, FakeSpec
@@ -109,12 +109,14 @@ def resolve(recipe: Any) -> Backend:
         return register(Float8Backend(recipe))
     if isinstance(recipe, Int8MixedPrecisionTrainingConfig):
         return register(Int8Backend(recipe))
-    if recipe == "float8_blockwise":
-        return register(BlockwiseBackend())
-    if recipe == "int8":
-        return register(Int8Backend(Int8MixedPrecisionTrainingConfig()))
     if isinstance(recipe, str) and recipe.startswith("fake"):
         return register(FakeBackend(**asdict(FakeSpec.parse(recipe))))
+    if recipe == "int8":
+        return register(Int8Backend(Int8MixedPrecisionTrainingConfig()))
+    if recipe == "float8_blockwise":
+        return register(BlockwiseBackend())
+    if recipe == "mxfp8":
+        return register(_mxfp8())
     if isinstance(recipe, str) and recipe in RECIPES:
         name = recipe.removeprefix("float8_")
         return register(Float8Backend(Float8LinearConfig.from_recipe_name(name), name=recipe))
@@ -122,6 +124,16 @@ def resolve(recipe: Any) -> Backend:
         f"recipe={recipe!r} is not known: write 'auto', one of {', '.join(map(repr, RECIPES))}, "
         "a study's 'fake(a=4, w=8, g=8)', or give a torchao Float8LinearConfig or Int8MixedPrecisionTrainingConfig"
     )
+
+
+def _mxfp8() -> Backend:
+    """Apart from the others, since it alone needs a torchao that is newer than the oldest one that we take."""
+    try:
+        with _quiet_on_cpu("torchao"):
+            from .mxfp8 import MXFP8Backend
+    except ImportError as error:
+        raise ValueError(f"recipe='mxfp8' needs a newer torchao, {error}: pip install -U torchao") from error
+    return MXFP8Backend()
 
 
 @contextmanager
