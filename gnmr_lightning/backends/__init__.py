@@ -97,7 +97,7 @@ def resolve(recipe: Any) -> Backend:
         ValueError: `recipe` is none of these, or needs a newer torchao.
     """
     # Not at the top of the file: all families import torchao, which is slow and, without a GPU, noisy.
-    with _quiet_on_cpu("torchao", "torch.utils._pytree"):
+    with _quiet_on_cpu():
         from .blockwise import BlockwiseBackend
         from .fake import FakeBackend, FakeSpec
         from .float8 import Float8Backend, Float8LinearConfig
@@ -129,7 +129,7 @@ def resolve(recipe: Any) -> Backend:
 def _mxfp8() -> Backend:
     """Apart from the others, since it alone needs a torchao that is newer than the oldest one that we take."""
     try:
-        with _quiet_on_cpu("torchao"):
+        with _quiet_on_cpu():
             from .mxfp8 import MXFP8Backend
     except ImportError as error:
         raise ValueError(f"recipe='mxfp8' needs a newer torchao, {error}: pip install -U torchao") from error
@@ -137,9 +137,10 @@ def _mxfp8() -> Backend:
 
 
 @contextmanager
-def _quiet_on_cpu(*loggers: str) -> Iterator[None]:
+def _quiet_on_cpu() -> Iterator[None]:
     """Hides the warnings about CUDA extensions and enums that importing torchao prints on a machine without a GPU."""
-    found = [] if torch.cuda.is_available() else [logging.getLogger(name) for name in loggers]
+    noisy = () if torch.cuda.is_available() else ("torchao", "torch.utils._pytree")
+    found = [logging.getLogger(name) for name in noisy]
     levels = [logger.level for logger in found]
     try:
         for logger in found:
