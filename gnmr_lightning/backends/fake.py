@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torchao.quantization.quant_primitives import (
     MappingType,
     _choose_scale_float8,
@@ -146,12 +147,16 @@ class FakeBackend(Backend):
         target: Format = getattr(self.spec, kind)
         if target is None:
             return operand_RS
-        rows = 1 if self.spec.granularity == "rowwise" else operand_RS.shape[0]
-        block = [rows, operand_RS.shape[1]]
+        columns = operand_RS.shape[1]
+        if columns == 1:  # torchao's primitives take a block of one value for the whole tensor
+            operand_RS = F.pad(operand_RS, (0, 1))
+        block = [1 if self.spec.granularity == "rowwise" else operand_RS.shape[0], operand_RS.shape[1]]
         stochastic = self.spec.rounding == "stochastic"
         if isinstance(target, int):
-            return _round_integer(operand_RS, block, 2 ** (target - 1) - 1, stochastic)
-        return _round_float(operand_RS, block, _FLOATS[target], stochastic)
+            rounded_RS = _round_integer(operand_RS, block, 2 ** (target - 1) - 1, stochastic)
+        else:
+            rounded_RS = _round_float(operand_RS, block, _FLOATS[target], stochastic)
+        return rounded_RS[:, :columns]
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         return self._product(x_MK, "a", weight_NK, "w", x_MK.dtype)
