@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -127,3 +128,26 @@ def test_importing_torchao_through_us_is_quiet_without_a_gpu():
     assert "Failed to load" not in done.stderr
     assert "Enum" not in done.stderr
     assert logging.getLogger("torchao").level == logging.NOTSET
+
+
+def test_a_backend_of_ones_own_is_a_recipe_and_its_name_is_one_once_it_is_registered():
+    class Mine(backends.Backend):
+        name = "mine"
+
+    with pytest.raises(ValueError, match="'mine' is not known"):
+        backends.resolve("mine")
+    mine = Mine()
+    assert backends.resolve(mine) is mine
+    assert backends.resolve("mine") is mine
+    again = Mine()
+    backends.register(again)
+    assert backends.get("mine") is again
+
+
+def test_the_documents_name_every_recipe_and_every_member_of_the_protocol():
+    root = Path(__file__).parent.parent
+    documents = (root / "docs" / "backends.md").read_text(), (root / "README.md").read_text()
+    for recipe in backends.RECIPES:
+        assert all(f"| `{recipe}` |" in text or f'| `"{recipe}"` |' in text for text in documents), recipe
+    for member in (name for name in vars(backends.Backend) if not name.startswith("_")):
+        assert f"| `{member}(" in documents[0], member

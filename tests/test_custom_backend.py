@@ -18,5 +18,5 @@ def test_the_example_learns_in_its_own_backend(capsys: pytest.CaptureFixture) ->
     assert len(losses.losses) == 60
     assert losses.losses[0] == pytest.approx(5.55, abs=0.2)  # ln 256
     assert sum(losses.losses[-10:]) / 10 < 4.2
-    assert losses.bf16_share < 0.12  # a budget of 1 in 8 units
+    assert losses.bf16_share <= 1 / 6  # one unit at once; the largest has a sixth of the FLOPs
     assert "powers_of_two: loss 5." in capsys.readouterr().out

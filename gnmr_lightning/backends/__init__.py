@@ -91,7 +91,7 @@ def get(name: str) -> Backend:
 
 
 def resolve(recipe: Any) -> Backend:
-    """The backend for a recipe's name, a torchao training config or a `Backend` itself, registered.
+    """The backend for a recipe's or a registered backend's name, a torchao config or a `Backend` itself, registered.
 
     Raises:
         ValueError: `recipe` is none of these, or needs a newer torchao.
@@ -120,9 +120,12 @@ def resolve(recipe: Any) -> Backend:
     if isinstance(recipe, str) and recipe in RECIPES:
         name = recipe.removeprefix("float8_")
         return register(Float8Backend(Float8LinearConfig.from_recipe_name(name), name=recipe))
+    if isinstance(recipe, str) and recipe in _REGISTRY:
+        return _REGISTRY[recipe]
     raise ValueError(
         f"recipe={recipe!r} is not known: write 'auto', one of {', '.join(map(repr, RECIPES))}, "
-        "a study's 'fake(a=4, w=8, g=8)', or give a torchao Float8LinearConfig or Int8MixedPrecisionTrainingConfig"
+        "a study's 'fake(a=4, w=8, g=8)' or the name of a registered Backend, or give a torchao Float8LinearConfig, an "
+        "Int8MixedPrecisionTrainingConfig or a Backend"
     )
 
 
