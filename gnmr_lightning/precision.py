@@ -174,6 +174,9 @@ class GNMRPrecision(Precision):
             self._base = MixedPrecision("bf16-mixed", device.type)
         module = self._base.convert_module(module)
 
+        for left_over in module.modules():  # a run that was killed may have converted what this one leaves out
+            if isinstance(left_over, RecoverableLinear):
+                restore_plain(left_over)
         names_before = [unit.name for unit in self.units]
         self.units, self.skipped = cut(
             module,

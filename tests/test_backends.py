@@ -130,7 +130,9 @@ def test_importing_torchao_through_us_is_quiet_without_a_gpu():
     assert logging.getLogger("torchao").level == logging.NOTSET
 
 
-def test_a_backend_of_ones_own_is_a_recipe_and_its_name_is_one_once_it_is_registered():
+def test_a_backend_of_ones_own_is_a_recipe_and_its_name_is_one_once_it_is_registered(monkeypatch):
+    monkeypatch.setattr(backends, "_REGISTRY", dict(backends._REGISTRY))
+
     class Mine(backends.Backend):
         name = "mine"
 

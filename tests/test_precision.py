@@ -92,6 +92,13 @@ def test_converting_twice_changes_nothing():
     assert type(model.net[0]) is nn.Linear
 
 
+def test_a_layer_that_a_killed_run_converted_is_plain_where_this_run_leaves_it_out():
+    model = Net()
+    GNMRPrecision("int8").convert_module(model)
+    GNMRPrecision({"net.2": "float8_rowwise"}).convert_module(model)
+    assert [type(model.net[i]) for i in (0, 2, 4)] == [nn.Linear, RecoverableLinear, nn.Linear]
+
+
 def test_the_plain_classes_come_back_after_an_exception():
     class Crash(pl.Callback):
         def on_train_batch_end(self, *args):
