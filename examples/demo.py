@@ -172,7 +172,7 @@ class DemoReport(L.Callback):
             "interventions": totals["interventions"],
             "max_o": plugin.controller.budget,
             "units": len(plugin.units),
-            "recipe": plugin.backend.name,
+            "recipe": plugin.recipe,
         }
 
     @staticmethod

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from torch import nn
 
+from .linear import RecoverableLinear
 from .precision import GNMRPrecision
 
 
@@ -50,7 +51,7 @@ def _table(model: nn.Module, plugin: GNMRPrecision) -> list[str]:
     rows = [("UNIT", "LAYER", "SHAPE", "RECIPE")]
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            recipe = plugin.backend.name if fqn in unit_of else f"skipped: {reasons[fqn]}"
+            recipe = module.backend if isinstance(module, RecoverableLinear) else f"skipped: {reasons[fqn]}"
             rows.append((unit_of.get(fqn, "-"), fqn, f"{module.out_features}x{module.in_features}", recipe))
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:3]]
     return ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]]) for row in rows]

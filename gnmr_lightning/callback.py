@@ -173,7 +173,7 @@ class GNMRCallback(pl.Callback):
         if silent:
             rank_zero_warn(
                 f"{len(silent)} converted linear layers were not called in the first training step, so they train "
-                f"nothing in {self._plugin.backend.name}: {', '.join(silent[:8])}"
+                f"nothing in {self._plugin.recipe}: {', '.join(silent[:8])}"
                 f"{' ...' if len(silent) > 8 else ''}; exclude them if that is meant"
             )
 
@@ -242,7 +242,7 @@ class GNMRCallback(pl.Callback):
                 self._warned_shapes = True
                 names = [self._units[i].name for i in work[:, FALLBACK_CALLS].nonzero().flatten().tolist()]
                 rank_zero_warn(
-                    f"{self._plugin.backend.name} cannot take the number of rows of a batch, so {', '.join(names[:8])}"
+                    f"{self._plugin.recipe} cannot take the number of rows of a batch, so {', '.join(names[:8])}"
                     f"{' ...' if len(names) > 8 else ''} ran bf16 for it: make batch * sequence a multiple of 16"
                 )
         for metrics in (self._interval, self._total):

@@ -12,7 +12,7 @@ the first step, also where nobody put a `GNMRCallback` into the Trainer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
@@ -21,9 +21,9 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 from torch.optim import LBFGS, Optimizer
 
 from . import backends
@@ -31,7 +31,7 @@ from .backends import Backend
 from .controller import Decision, GNMRConfig, GNMRController
 from .linear import RecoverableLinear, make_recoverable, restore_plain
 from .signal import Signal, UnitNorms, scale_gradients
-from .units import Granularity, RecoverableUnit, Skipped, check_patterns, cut
+from .units import Granularity, RecoverableUnit, Skipped, check_patterns, cut, first_match
 
 Base = Literal["bf16-mixed", "bf16-true"]
 OnNonfinite = Literal["skip", "raise", "ignore"]
@@ -44,12 +44,15 @@ class GNMRPrecision(Precision):
 
     Args:
         recipe: "auto" (rowwise float8 from SM90, tensorwise float8 on SM89, else int8), "float8_tensorwise",
-            "float8_rowwise", "float8_rowwise_with_gw_hp", "int8", or a torchao `Float8LinearConfig` or
-            `Int8MixedPrecisionTrainingConfig`.
+            "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "int8", a study's
+            "fake(a=4, w=8, g=8)", a torchao `Float8LinearConfig` or `Int8MixedPrecisionTrainingConfig`, or a `Backend`
+            of your own. Or a dict of these by fnmatch pattern on names of layers, {"*.mlp.*": "float8_rowwise",
+            "*.attn.*": "int8"}: a layer's first match is its recipe, and a layer without a match stays as it is.
         base: what everything else runs in: "bf16-mixed" (fp32 weights under autocast) or "bf16-true".
         granularity: "linear", each layer is a unit; "block", each element of a repeated ModuleList is.
         include: fnmatch patterns on fully qualified names of layers to convert; None takes all but the output head.
         exclude: fnmatch patterns of layers to leave in the base precision.
+        skip_small: leave out the layers that are too small to profit from float8 by torchao's rule, made on an H100.
         control: the policy that decides which units are recovered, when and for how long.
         on_nonfinite: what to do in a step with a gradient that is not finite: "skip" leaves weights and optimizer
             state as they are, "raise" stops the run, "ignore" steps all the same.
@@ -66,6 +69,7 @@ class GNMRPrecision(Precision):
         granularity: Granularity = "linear",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
+        skip_small: bool = False,
         control: GNMRConfig | None = None,
         on_nonfinite: OnNonfinite = "skip",
     ) -> None:
@@ -79,12 +83,15 @@ class GNMRPrecision(Precision):
         if control is not None and not isinstance(control, GNMRConfig):
             raise ValueError(f"control={control!r} is no policy: write control=GNMRConfig(...)")
         check_patterns(include, exclude)
-        self._auto = isinstance(recipe, str) and recipe == "auto"
-        self._backend = None if self._auto else backends.resolve(recipe)
+        self._by_pattern = isinstance(recipe, Mapping)
+        # By pattern in their order; None for "auto" until the device is known.
+        self._backends = {p: _resolve(r) for p, r in (_checked(recipe) if self._by_pattern else {"*": recipe}).items()}
+        self._auto = [pattern for pattern, backend in self._backends.items() if backend is None]
         self.precision: Base = base
         self.granularity = granularity
         self.include = include
         self.exclude = tuple(exclude)
+        self.skip_small = skip_small
         self.control = control or GNMRConfig()
         self.on_nonfinite = on_nonfinite
         self.units: list[RecoverableUnit] = []
@@ -99,18 +106,26 @@ class GNMRPrecision(Precision):
         self._signal: Signal | None = None
 
     def __repr__(self) -> str:
-        recipe = "auto" if self._backend is None else self._backend.name
         units = f", {len(self.units)} units, {len(self.skipped)} linears skipped" if self.units else ""
-        return f"GNMRPrecision(recipe={recipe!r}, base={self.precision!r}{units})"
+        return f"GNMRPrecision(recipe={self.recipe!r}, base={self.precision!r}{units})"
 
     # -- what the run is made of -------------------------------------------------------------------------------------
 
     @property
+    def recipe(self) -> str:
+        """The recipe's name; where there are several, each with its pattern."""
+        names = {p: "auto" if backend is None else backend.name for p, backend in self._backends.items()}
+        return ", ".join(f"{name} for {p}" for p, name in names.items()) if self._by_pattern else names["*"]
+
+    @property
     def backend(self) -> Backend:
         """The low-precision backend; with recipe="auto", known once the module is converted."""
-        if self._backend is None:
+        backend, *others = self._backends.values()
+        if others:
+            raise RuntimeError(f"the run has several recipes ({self.recipe}): a layer's is its attribute `backend`")
+        if backend is None:
             raise RuntimeError("recipe='auto' is chosen by the device: read it once the Trainer has started")
-        return self._backend
+        return backend
 
     @property
     def controller(self) -> GNMRController:
@@ -147,21 +162,29 @@ class GNMRPrecision(Precision):
             device = trainer.strategy.root_device
         elif (parameter := next(module.parameters(), None)) is not None:
             device = parameter.device
-        if self._auto:
-            self._backend = backends.resolve(backends.auto_recipe(device))
-        if (refusal := self.backend.refuses_device(device)) is not None:
-            raise ValueError(refusal)
+        for pattern in self._auto:
+            self._backends[pattern] = backends.resolve(backends.auto_recipe(device))
+        for backend in self._backends.values():
+            assert backend is not None
+            if (refusal := backend.refuses_device(device)) is not None:
+                raise ValueError(refusal)
+            if self.skip_small and type(backend).too_small is Backend.too_small:
+                rank_zero_warn(f"skip_small=True leaves out no layer of {backend.name}: torchao has no rule for it")
         if self.precision == "bf16-mixed":
             self._base = MixedPrecision("bf16-mixed", device.type)
         module = self._base.convert_module(module)
 
+        for left_over in module.modules():  # a run that was killed may have converted what this one leaves out
+            if isinstance(left_over, RecoverableLinear):
+                restore_plain(left_over)
         names_before = [unit.name for unit in self.units]
         self.units, self.skipped = cut(
             module,
             granularity=self.granularity,
             include=self.include,
             exclude=self.exclude,
-            refuses_layer=lambda k, n: self.backend.refuses_layer(k, n, device.type),
+            recipes=tuple(self._backends) if self._by_pattern else None,
+            refuses_layer=lambda fqn, linear: self._refuses_layer(fqn, linear, device.type),
         )
         self._norms = UnitNorms(self.units, distributed=trainer is not None and trainer.world_size > 1)
         same_model = self._module is not None and self._module() is module
@@ -172,9 +195,9 @@ class GNMRPrecision(Precision):
         self._switches = []
         for unit in self.units:
             self._switches.append(torch.zeros((), dtype=torch.bool, device="cpu"))
-            for linear in unit.linears.values():
-                probing = self.control.method == "product_error"
-                make_recoverable(linear, self._switches[-1], self.backend.name, probing=probing, device=device)
+            for fqn, linear in unit.linears.items():
+                recipe, probing = self._backend_of(fqn).name, self.control.method == "product_error"
+                make_recoverable(linear, self._switches[-1], recipe, probing=probing, device=device)
         self._apply(self._controller.locked)
         if trainer is not None:
             _attach_callback(trainer)
@@ -191,12 +214,25 @@ class GNMRPrecision(Precision):
         self._signal = None
         self._base.teardown()
 
+    def _backend_of(self, fqn: str) -> Backend:
+        pattern = first_match(self._backends, fqn)
+        backend = None if pattern is None else self._backends[pattern]
+        assert backend is not None  # `cut` takes no layer without a match, and the device has decided what "auto" is
+        return backend
+
+    def _refuses_layer(self, fqn: str, linear: Linear, device_type: str) -> str | None:
+        sizes = linear.in_features, linear.out_features
+        refusal = self._backend_of(fqn).refuses_layer(*sizes, device_type)
+        if refusal is None and self.skip_small:
+            refusal = self._backend_of(fqn).too_small(*sizes)
+        return refusal
+
     def _say_what_was_converted(self) -> None:
         layers = sum(len(unit.linears) for unit in self.units)
         left_out = "; ".join(f"{s.fqn} ({s.reason})" for s in self.skipped[:8])
         more = f" and {len(self.skipped) - 8} more" if len(self.skipped) > 8 else ""
         rank_zero_info(
-            f"GNMRPrecision: {layers} linear layers in {len(self.units)} units train in {self.backend.name}, "
+            f"GNMRPrecision: {layers} linear layers in {len(self.units)} units train in {self.recipe}, "
             f"at most {self.controller.budget} at once in bf16" + (f"; left out: {left_out}{more}" if left_out else "")
         )
 
@@ -291,6 +327,20 @@ class GNMRPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         return self._base.convert_input(data)
+
+
+def _checked(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Recipes by pattern, of which there must be one at least."""
+    wrong = [pattern for pattern in recipe if not isinstance(pattern, str)]
+    if wrong or not recipe:
+        what = f"has the key {wrong[0]!r}, which is no pattern" if wrong else "has no pattern"
+        raise ValueError(f"recipe={dict(recipe)!r} {what}: write it as in {{'*.mlp.*': 'int8'}}")
+    return recipe
+
+
+def _resolve(recipe: Any) -> Backend | None:
+    """The recipe's backend; None for "auto", which the device decides."""
+    return None if isinstance(recipe, str) and recipe == "auto" else backends.resolve(recipe)
 
 
 def _check_strategy(strategy: Strategy) -> None:

@@ -8,7 +8,7 @@ skipped with its reason. Nothing is left out silently.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -52,7 +52,8 @@ def cut(
     granularity: Granularity = "linear",
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
-    refuses_layer: Callable[[int, int], str | None] = lambda in_features, out_features: None,
+    recipes: Sequence[str] | None = None,
+    refuses_layer: Callable[[str, nn.Linear], str | None] = lambda fqn, linear: None,
 ) -> tuple[list[RecoverableUnit], list[Skipped]]:
     """Cuts `model` into recoverable units, in the order in which the model registers its layers.
 
@@ -63,24 +64,34 @@ def cut(
         include: fnmatch patterns on fully qualified names. None takes every layer but the output head; given patterns
             take exactly what they match, the head too.
         exclude: fnmatch patterns of layers to leave out.
-        refuses_layer: the backend's rule: (in_features, out_features) -> why no call of such a layer can run in low
-            precision, or None.
+        recipes: where recipes are given by pattern, the fnmatch patterns in their order; as for `include`, only layers
+            that match one are taken, the head too.
+        refuses_layer: the backends' rule: (name, layer) -> why no call of this layer can run in low precision, or None.
 
     Returns:
         The units and the linear layers that belong to none.
 
     Raises:
-        ValueError: an unknown granularity, a pattern that matches no linear layer, or no unit at all.
+        ValueError: an unknown granularity, a pattern that matches no linear layer, a recipe's pattern that is never the
+            first to match, or no unit at all.
     """
     if granularity not in get_args(Granularity):
         raise ValueError(f"granularity={granularity!r} is not known: write 'linear' or 'block'")
     check_patterns(include, exclude)
     linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for pattern in (*(include or ()), *exclude):
+    for pattern in (*(include or ()), *exclude, *(recipes or ())):
         if not any(fnmatchcase(fqn, pattern) for fqn in linears):
             near = difflib.get_close_matches(pattern, linears, n=5, cutoff=0.3) or list(linears)[:5]
             raise ValueError(
                 f"the pattern {pattern!r} matches no linear layer; the nearest names are {', '.join(near) or 'none'}"
+            )
+
+    recipe_of = {fqn: first_match(recipes or (), fqn) for fqn in linears}
+    for pattern in recipes or ():
+        if pattern not in recipe_of.values():
+            raise ValueError(
+                f"the recipe of {pattern!r} is for no layer: the first match wins, and those before it match all that "
+                "it matches, so put it before them"
             )
 
     never_called = {
@@ -88,7 +99,7 @@ def cut(
         for fqn, module in model.named_modules()
         if isinstance(module, nn.MultiheadAttention)
     }
-    heads = {} if include is not None else _heads(model, linears)
+    heads = {} if include is not None or recipes is not None else _heads(model, linears)
     taken: dict[str, nn.Linear] = {}
     skipped = []
     for fqn, linear in linears.items():
@@ -96,12 +107,14 @@ def cut(
             reason: str | None = "matches exclude"
         elif include is not None and not any(fnmatchcase(fqn, pattern) for pattern in include):
             reason = "matches no include pattern"
+        elif recipes is not None and recipe_of[fqn] is None:
+            reason = "matches no recipe's pattern"
         elif fqn in never_called:
             reason = "nn.MultiheadAttention reads its weight and never calls it"
         elif fqn in heads:
             reason = heads[fqn]
         else:
-            reason = _not_plain(linear) or refuses_layer(linear.in_features, linear.out_features)
+            reason = _not_plain(linear) or refuses_layer(fqn, linear)
         if reason is None:
             taken[fqn] = linear
         else:
@@ -116,6 +129,11 @@ def cut(
         name = next((block for block in blocks if fqn.startswith(f"{block}.")), fqn)
         grouped.setdefault(name, {})[fqn] = linear
     return [RecoverableUnit(name, members) for name, members in grouped.items()], skipped
+
+
+def first_match(patterns: Iterable[str], fqn: str) -> str | None:
+    """The first of the fnmatch patterns that `fqn` matches; None if there is none."""
+    return next((pattern for pattern in patterns if fnmatchcase(fqn, pattern)), None)
 
 
 def check_patterns(include: Sequence[str] | None, exclude: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -91,7 +92,7 @@ def test_a_device_without_kernels_is_refused(recipe):
     assert "no kernel for mps" in backends.resolve(recipe).refuses_device(SimpleNamespace(type="mps"))
 
 
-@pytest.mark.parametrize("recipe", [r for r in backends.RECIPES if r.startswith("float8")])
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"])
 def test_float8_on_cuda_takes_multiples_of_16(recipe):
     backend = backends.resolve(recipe)
     assert backend.refuses_layer(64, 48, "cuda") is None
@@ -122,8 +123,33 @@ def test_int8_on_cuda_follows_the_kernel_that_torchao_would_use(monkeypatch):
 
 
 def test_importing_torchao_through_us_is_quiet_without_a_gpu():
-    code = "from gnmr_lightning import GNMRPrecision; GNMRPrecision('int8'); GNMRPrecision('float8_rowwise')"
+    code = "from gnmr_lightning import GNMRPrecision; GNMRPrecision('int8'); GNMRPrecision('mxfp8')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "Failed to load" not in done.stderr
     assert "Enum" not in done.stderr
     assert logging.getLogger("torchao").level == logging.NOTSET
+
+
+def test_a_backend_of_ones_own_is_a_recipe_and_its_name_is_one_once_it_is_registered(monkeypatch):
+    monkeypatch.setattr(backends, "_REGISTRY", dict(backends._REGISTRY))
+
+    class Mine(backends.Backend):
+        name = "mine"
+
+    with pytest.raises(ValueError, match="'mine' is not known"):
+        backends.resolve("mine")
+    mine = Mine()
+    assert backends.resolve(mine) is mine
+    assert backends.resolve("mine") is mine
+    again = Mine()
+    backends.register(again)
+    assert backends.get("mine") is again
+
+
+def test_the_documents_name_every_recipe_and_every_member_of_the_protocol():
+    root = Path(__file__).parent.parent
+    documents = (root / "docs" / "backends.md").read_text(), (root / "README.md").read_text()
+    for recipe in backends.RECIPES:
+        assert all(f"| `{recipe}` |" in text or f'| `"{recipe}"` |' in text for text in documents), recipe
+    for member in (name for name in vars(backends.Backend) if not name.startswith("_")):
+        assert f"| `{member}(" in documents[0], member

@@ -55,6 +55,26 @@ def test_a_single_mapping_is_a_plugin_too(tmp_path: Path, capsys: pytest.Capture
     assert [row.split()[0] for row in rows] == ["blocks.0"] * 4 + ["blocks.1"] * 4 + ["-"]
 
 
+def test_recipes_by_pattern_come_from_yaml(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = tmp_path / "patterns.yaml"
+    config.write_text(
+        "trainer: {logger: false, plugins: {class_path: gnmr_lightning.GNMRPrecision, init_args: {recipe: {\n"
+        "  '*.mlp.*': float8_rowwise, '*.qkv': 'fake(a=8, w=4)'}}}}\n"
+        "model: {class_path: examples.byte_gpt.ByteGPT, init_args: {n_layers: 1, d_model: 32}}\n"
+    )
+    main(["units", "--config", str(config)])
+    rows = [row.split(maxsplit=3) for row in capsys.readouterr().out.splitlines()[1:]]
+    assert {row[1]: row[3] for row in rows} == {
+        "blocks.0.attn.qkv": "fake(a=8, w=4)",
+        "blocks.0.attn.proj": "skipped: matches no recipe's pattern",
+        "blocks.0.mlp.up": "float8_rowwise",
+        "blocks.0.mlp.down": "float8_rowwise",
+        "head": "skipped: matches no recipe's pattern",
+    }
+    main(["units", "--config", str(config), "--trainer.plugins.recipe=int8", "--trainer.plugins.skip_small=false"])
+    assert [row.split(maxsplit=3)[3] for row in capsys.readouterr().out.splitlines()[1:5]] == ["int8"] * 4
+
+
 def test_units_needs_the_plugin(tmp_path: Path) -> None:
     config = tmp_path / "plain.yaml"
     config.write_text("trainer: {logger: false}\nmodel: {class_path: examples.byte_gpt.ByteGPT}\n")

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import OrderedDict
 from typing import ClassVar
 
 import lightning.pytorch as pl
@@ -89,6 +90,13 @@ def test_converting_twice_changes_nothing():
     plugin.teardown()
     plugin.teardown()
     assert type(model.net[0]) is nn.Linear
+
+
+def test_a_layer_that_a_killed_run_converted_is_plain_where_this_run_leaves_it_out():
+    model = Net()
+    GNMRPrecision("int8").convert_module(model)
+    GNMRPrecision({"net.2": "float8_rowwise"}).convert_module(model)
+    assert [type(model.net[i]) for i in (0, 2, 4)] == [nn.Linear, RecoverableLinear, nn.Linear]
 
 
 def test_the_plain_classes_come_back_after_an_exception():
@@ -486,3 +494,116 @@ def test_two_optimizers_decide_on_their_own_units(clip):
     assert not any(paths.bf16)
     if clip is not None:  # the norms are those before clipping, weight and bias together
         assert state["norms"][0].item() >= sum(model.norms[i] for i in range(0, 15, 1) if i % 3 != 1)
+
+
+def test_recipes_by_pattern_train_side_by_side():
+    recipe = {"net.[02]": "float8_rowwise_with_gw_hp", "net.4": "int8"}
+    seen = {}
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            seen.update({f"net.{i}": getattr(m, "backend", None) for i, m in enumerate(pl_module.net)})
+
+    *_, run = fit(GNMRPrecision(recipe), callbacks=[Look(), paths := Paths()], steps=5)
+    plugin = run.precision_plugin
+    assert {fqn: seen[fqn] for fqn in ("net.0", "net.2", "net.4", "net.6")} == {
+        "net.0": "float8_rowwise_with_gw_hp",
+        "net.2": "float8_rowwise_with_gw_hp",
+        "net.4": "int8",
+        "net.6": None,
+    }
+    assert [(s.fqn, s.reason) for s in plugin.skipped] == [("net.6", "matches no recipe's pattern")]
+    assert paths.bf16 == [set()] * 5
+    assert plugin.recipe == "float8_rowwise_with_gw_hp for net.[02], int8 for net.4"
+    with pytest.raises(
+        RuntimeError, match=r"several recipes \(float8_rowwise_with_gw_hp for net\.\[02\], int8 for net\.4"
+    ):
+        _ = plugin.backend
+
+
+def test_the_first_match_is_a_layers_recipe_and_auto_is_one_too():
+    plugin = GNMRPrecision({"net.4": "float8_tensorwise", "*": "auto"})
+    assert "auto for *" in repr(plugin)
+    model = Net()
+    plugin.convert_module(model)
+    assert [model.net[i].backend for i in (0, 2, 4, 6)] == ["int8", "int8", "float8_tensorwise", "int8"]
+    assert plugin.recipe == "float8_tensorwise for net.4, int8 for *"
+
+
+def test_a_block_of_several_recipes_is_one_unit_that_is_switched_as_a_whole():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.mlp = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return x + self.mlp(self.attn(x))
+
+    model = nn.Sequential(OrderedDict(blocks=nn.ModuleList(Block() for _ in range(3))))
+    recipe = {"*.attn": "float8_rowwise", "*.mlp": "fake(a=2, w=2, g=2)"}
+    plugin = GNMRPrecision(recipe, "bf16-true", granularity="block")
+    plugin.convert_module(model)
+    assert [u.name for u in plugin.units] == ["blocks.0", "blocks.1", "blocks.2"]
+    block, x = model.blocks[0], torch.randn(16, 16, dtype=torch.bfloat16)
+    low = block(x)
+    plugin._apply(torch.tensor([True, False, False]))
+    recovered = block(x)
+    plugin._apply(torch.zeros(3, dtype=torch.bool))
+    assert torch.equal(block(x), low)
+    plugin.teardown()
+    assert torch.equal(block(x), recovered)
+    assert (low - recovered).norm() > 0.1 * recovered.norm()  # 2 bits are really few
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({}, r"recipe=\{\} has no pattern: write it as in \{'\*\.mlp\.\*': 'int8'\}"),
+        ({1: "int8"}, r"has the key 1, which is no pattern"),
+        ({"*": "fp8"}, r"recipe='fp8' is not known"),
+        ({"*": {"*": "int8"}}, r"is not known"),
+    ],
+)
+def test_a_dict_that_is_no_recipe_is_refused_at_once(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        GNMRPrecision(recipe)
+
+
+def test_a_recipes_pattern_that_matches_nothing_lists_near_names():
+    with pytest.raises(
+        ValueError, match=r"the pattern 'net\.7' matches no linear layer; the nearest names are .*net\.6"
+    ):
+        fit(GNMRPrecision({"net.0": "int8", "net.7": "int8"}))
+
+
+def test_each_recipe_has_its_own_rule_for_sizes():
+    class Even(backends.Backend):
+        name = "even"
+
+        def refuses_layer(self, in_features, out_features, device_type):
+            return None if out_features % 64 == 0 else f"out_features={out_features}; even needs 64"
+
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 32), "c": nn.Linear(64, 32)})
+    plugin = GNMRPrecision({"[ab]": Even(), "*": "int8"})
+    plugin.convert_module(model)
+    assert [u.name for u in plugin.units] == ["a", "c"]
+    assert [(s.fqn, s.reason) for s in plugin.skipped] == [("b", "out_features=32; even needs 64")]
+
+
+def test_skip_small_lists_what_torchaos_rule_leaves_out():
+    sizes = {"tiny": (64, 64), "narrow": (4096, 2048), "wide": (2048, 8192), "large": (4096, 4096), "odd": (4096, 4090)}
+
+    def taken(recipe, **kwargs):
+        model = nn.ModuleDict({name: nn.utils.skip_init(nn.Linear, *size) for name, size in sizes.items()})
+        plugin = GNMRPrecision(recipe, include=["*"], **kwargs)
+        plugin.convert_module(model)
+        return [u.name for u in plugin.units], {s.fqn: s.reason for s in plugin.skipped}
+
+    units, reasons = taken("float8_rowwise", skip_small=True)
+    assert units == ["wide", "large"]
+    assert reasons["narrow"] == "in_features=4096, out_features=2048; too small to profit from rowwise float8"
+    assert taken("float8_rowwise_with_gw_hp", skip_small=True)[0] == units
+    assert taken("float8_tensorwise", skip_small=True)[0] == ["narrow", "wide", "large"]
+    assert taken("float8_rowwise")[0] == list(sizes)
+    with pytest.warns(UserWarning, match="skip_small=True leaves out no layer of int8: torchao has no rule for it"):
+        assert taken("int8", skip_small=True)[0] == list(sizes)

@@ -185,7 +185,9 @@ def test_a_layer_that_torchao_converted_already_is_skipped():
 
 
 def test_the_backends_rule_is_a_reason():
-    units, skipped = names(GPT(), refuses_layer=lambda k, n: f"in_features={k}" if k == 16 else None)
+    units, skipped = names(
+        GPT(), refuses_layer=lambda fqn, m: f"in_features={m.in_features}" if m.in_features == 16 else None
+    )
     assert units == ["stem", "blocks.0.up", "blocks.1.up", "blocks.2.up"]
     assert skipped["blocks.0.down"] == "in_features=16"
 
@@ -234,3 +236,25 @@ def test_transformer_encoder_layers_are_taken_but_for_out_proj():
     # out_proj is never called, whoever asks for it
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj: nn\.MultiheadAttention reads its weight"):
         cut(encoder, include=["layers.0.self_attn.out_proj"])
+
+
+def test_recipes_patterns_take_exactly_what_they_match_the_head_too():
+    units, skipped = names(GPT(), recipes=["*.up", "unembed"], exclude=["blocks.1.*"])
+    assert units == ["blocks.0.up", "blocks.2.up", "unembed"]
+    assert skipped["stem"] == skipped["blocks.0.down"] == "matches no recipe's pattern"
+    assert skipped["blocks.1.up"] == "matches exclude"
+    units, skipped = names(GPT(), recipes=["blocks.*"], include=["*.up"])
+    assert units == ["blocks.0.up", "blocks.1.up", "blocks.2.up"]
+    assert skipped["blocks.0.down"] == "matches no include pattern"
+
+
+@pytest.mark.parametrize(
+    ("recipes", "message"),
+    [
+        (["*.up", "*.upp"], r"the pattern '\*\.upp' matches no linear layer; the nearest names are"),
+        (["blocks.*", "*.up"], r"the recipe of '\*\.up' is for no layer: the first match wins.*so put it before them"),
+    ],
+)
+def test_a_recipes_pattern_without_a_layer_is_an_error(recipes, message):
+    with pytest.raises(ValueError, match=message):
+        cut(GPT(), recipes=recipes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ class Backend:
         """Why no call of a layer of this size can run in low precision; None if some can."""
         return None
 
+    def too_small(self, in_features: int, out_features: int) -> str | None:
+        """Why a layer of this size would not profit, by torchao's rule (`skip_small=True`); None if it would.
+
+        A recipe that torchao has no rule for leaves this method as it is.
+        """
+        return None
+
     def takes_rows(self, rows: int, device_type: str) -> bool:
         """Whether a call with `rows` = M > 0 rows runs in low precision (the layer's sizes are fine)."""
         return True
@@ -67,8 +75,8 @@ class Backend:
 
 _REGISTRY: dict[str, Backend] = {}
 
-RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "int8")
-"""The recipes that have a name; `recipe` also takes "auto", a torchao config object or a `Backend`."""
+RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "int8")
+"""The recipes that have a name; `recipe` also takes "auto", "fake(...)", a torchao config object or a `Backend`."""
 
 
 def register(backend: Backend) -> Backend:
@@ -83,13 +91,15 @@ def get(name: str) -> Backend:
 
 
 def resolve(recipe: Any) -> Backend:
-    """The backend for a recipe's name, a torchao training config or a `Backend` itself, registered.
+    """The backend for a recipe's or a registered backend's name, a torchao config or a `Backend` itself, registered.
 
     Raises:
-        ValueError: `recipe` is none of these.
+        ValueError: `recipe` is none of these, or needs a newer torchao.
     """
-    # Not at the top of the file: both families import torchao, which is slow and, without a GPU, noisy.
-    with _quiet_on_cpu("torchao", "torch.utils._pytree"):
+    # Not at the top of the file: all families import torchao, which is slow and, without a GPU, noisy.
+    with _quiet_on_cpu():
+        from .blockwise import BlockwiseBackend
+        from .fake import FakeBackend, FakeSpec
         from .float8 import Float8Backend, Float8LinearConfig
         from .int8 import Int8Backend, Int8MixedPrecisionTrainingConfig
 
@@ -99,21 +109,41 @@ def resolve(recipe: Any) -> Backend:
         return register(Float8Backend(recipe))
     if isinstance(recipe, Int8MixedPrecisionTrainingConfig):
         return register(Int8Backend(recipe))
+    if isinstance(recipe, str) and recipe.startswith("fake"):
+        return register(FakeBackend(**asdict(FakeSpec.parse(recipe))))
     if recipe == "int8":
         return register(Int8Backend(Int8MixedPrecisionTrainingConfig()))
+    if recipe == "float8_blockwise":
+        return register(BlockwiseBackend())
+    if recipe == "mxfp8":
+        return register(_mxfp8())
     if isinstance(recipe, str) and recipe in RECIPES:
         name = recipe.removeprefix("float8_")
         return register(Float8Backend(Float8LinearConfig.from_recipe_name(name), name=recipe))
+    if isinstance(recipe, str) and recipe in _REGISTRY:
+        return _REGISTRY[recipe]
     raise ValueError(
         f"recipe={recipe!r} is not known: write 'auto', one of {', '.join(map(repr, RECIPES))}, "
-        "or give a torchao Float8LinearConfig or Int8MixedPrecisionTrainingConfig"
+        "a study's 'fake(a=4, w=8, g=8)' or the name of a registered Backend, or give a torchao Float8LinearConfig, an "
+        "Int8MixedPrecisionTrainingConfig or a Backend"
     )
 
 
+def _mxfp8() -> Backend:
+    """Apart from the others, since it alone needs a torchao that is newer than the oldest one that we take."""
+    try:
+        with _quiet_on_cpu():
+            from .mxfp8 import MXFP8Backend
+    except ImportError as error:
+        raise ValueError(f"recipe='mxfp8' needs a newer torchao, {error}: pip install -U torchao") from error
+    return MXFP8Backend()
+
+
 @contextmanager
-def _quiet_on_cpu(*loggers: str) -> Iterator[None]:
+def _quiet_on_cpu() -> Iterator[None]:
     """Hides the warnings about CUDA extensions and enums that importing torchao prints on a machine without a GPU."""
-    found = [] if torch.cuda.is_available() else [logging.getLogger(name) for name in loggers]
+    noisy = () if torch.cuda.is_available() else ("torchao", "torch.utils._pytree")
+    found = [logging.getLogger(name) for name in noisy]
     levels = [logger.level for logger in found]
     try:
         for logger in found:

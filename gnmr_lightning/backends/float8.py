@@ -13,6 +13,7 @@ import hashlib
 import torch
 from torch import Tensor
 from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
+from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 from torchao.float8.float8_ops import float8_mm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import (
@@ -114,6 +115,10 @@ class Float8Backend(Backend):
         return _mm(grad.t(), self._cast(x_MK, cast, GemmInputRole.INPUT, 0))
 
     @property
+    def _axiswise(self) -> bool:
+        return self.config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
+
+    @property
     def _any_size(self) -> bool:
         return self.config.emulate or self.config.pad_inner_dim
 
@@ -123,8 +128,7 @@ class Float8Backend(Backend):
         if device.type != "cuda":
             return f"float8 has no kernel for {device.type}: use recipe='int8' or Float8LinearConfig(emulate=True)"
         capability = torch.cuda.get_device_capability(device)
-        axiswise = self.config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
-        needed = (9, 0) if axiswise else (8, 9)
+        needed = (9, 0) if self._axiswise else (8, 9)
         if torch.version.hip or capability >= needed:
             return None
         return (
@@ -139,6 +143,14 @@ class Float8Backend(Backend):
             if size % _ALIGNMENT:
                 return f"{name}={size}; float8 needs a multiple of {_ALIGNMENT}"
         return None
+
+    def too_small(self, in_features: int, out_features: int) -> str | None:
+        # torchao has a rule for two of its three recipes. The third is rowwise but for grad_weight, which stays in high
+        # precision: what does not profit from rowwise does not profit from it.
+        rule = "rowwise" if self._axiswise else "tensorwise"
+        if _auto_filter_for_recipe(rule, [])(torch.nn.Linear(in_features, out_features, device="meta"), ""):
+            return None
+        return f"in_features={in_features}, out_features={out_features}; too small to profit from {rule} float8"
 
     def takes_rows(self, rows: int, device_type: str) -> bool:
         # Only grad_weight contracts over the rows, so a recipe that keeps it in high precision takes any number.
