@@ -73,7 +73,7 @@ def run(controller: GNMRController, steps) -> list[Decision]:
 seeds = st.integers(0, 2**32)
 units = st.integers(1, 7)
 configs = st.builds(
-    GNMRConfig,
+    plain_rule,
     threshold=st.sampled_from([1.25, 2.0, 5.0]),
     delta_threshold=st.sampled_from([0.2, 1.0, 50.0]),
     delta_window=st.integers(1, 5),
@@ -136,6 +136,7 @@ def test_a_table_made_by_hand():
             gnmr=f64(*gnmr),
             delta_gnmr=f64(*delta),
             risk=f64(*risk),
+            rise=f64(0, 0),
             locked=mask(*locked),
             newly_locked=mask(*newly),
             released=mask(*released),
@@ -833,4 +834,4 @@ def test_max_o_from_yaml_stays_what_was_written(text, value):
     ):
         config = parser.instantiate_classes(parsed).control
         assert (config.max_o, type(config.max_o)) == (value, type(value))
-        assert config == plain_rule(max_o=value, history="window", two_sided=True)
+        assert config == GNMRConfig(max_o=value, history="window", two_sided=True)
