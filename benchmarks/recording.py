@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ class Stretch:
     """T times (U,): norms of grad_output."""
 
 
-def plan(seed: int, n_units: int, units_a_fault: int = 2) -> list[Stretch]:
+def plan(seed: int, n_units: int, kinds: Sequence[str], units_a_fault: int = 2) -> list[Stretch]:
     """The stretches of one run, in order."""
     choose = random.Random(seed)
     stretches = []
@@ -69,7 +69,7 @@ def plan(seed: int, n_units: int, units_a_fault: int = 2) -> list[Stretch]:
         after = range((start + 1) * TRUNK, (start + 1) * TRUNK + EPISODE)
         stretches.append(Stretch("healthy", start, after))
         stretches += [Stretch(name, start, after) for name in DISTURBANCES]
-        for kind in KINDS:
+        for kind in kinds:
             for strength in range(3):
                 for unit in choose.sample(range(n_units), units_a_fault):
                     stretches.append(Stretch(kind, start, after, strength, (unit,)))
@@ -161,18 +161,19 @@ class _Model(stress.StressGPT):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def record(seed: int, healthy: Backend, units_a_fault: int = 2) -> list[Stretch]:
+def record(seed: int, healthy: Backend, units_a_fault: int = 2, kinds: Sequence[str] = tuple(KINDS)) -> list[Stretch]:
     """Trains, plays all episodes and gives what was measured.
 
     Args:
         seed: of the weights, the batches and the choice of sick units.
         healthy: the backend of well units.
         units_a_fault: how many units each fault is tried on at each of the two points of the trunk.
+        kinds: the kinds of fault to play.
     """
     torch.manual_seed(seed)
     model = _Model()
     plugin = GNMRPrecision(healthy, control=GNMRConfig(warmup_steps=10**9))
-    stretches = plan(seed, 4 * stress.N_LAYERS, units_a_fault)
+    stretches = plan(seed, 4 * stress.N_LAYERS, kinds, units_a_fault)
     windows = Windows(stress.texts()[0], stress.BATCH_SIZE, stress.SEQ_LEN, seed)
 
     def batches() -> Iterator[Tensor]:
@@ -205,5 +206,5 @@ def record(seed: int, healthy: Backend, units_a_fault: int = 2) -> list[Stretch]
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(list(batches()), batch_size=None))
+    trainer.fit(model, DataLoader(list(batches()), batch_size=None))  # type: ignore[arg-type]
     return stretches
