@@ -90,18 +90,17 @@ class FaultyBackend(Backend):
         unit: the unit it is for; a part of its name.
 
     Attributes:
-        fault: a key of `KINDS` and a strength (0 low, 1 middle, 2 high); None while the unit is well.
+        fault: a key of `KINDS` and a factor, one of the kind's own or another; None while the unit is well.
     """
 
     def __init__(self, healthy: Backend, unit: str) -> None:
         self.healthy, self.name = healthy, f"{healthy.name}@{unit}"
-        self.fault: tuple[str, int] | None = None
+        self.fault: tuple[str, float] | None = None
 
     def _change(self, operand: Tensor, role: Operand) -> Tensor:
         if self.fault is None:
             return operand
-        kind = KINDS[self.fault[0]]
-        factor = kind.factors[self.fault[1]]
+        kind, factor = KINDS[self.fault[0]], self.fault[1]
         return kind.change(operand, factor) if kind.operand == role and kind.change is not None else operand
 
     def _outlier_K(self, like: Tensor) -> Tensor | float:
@@ -109,7 +108,7 @@ class FaultyBackend(Backend):
         if self.fault is None or KINDS[self.fault[0]].change is not None:
             return 1.0
         channel_K = torch.ones(like.shape[1], dtype=like.dtype, device=like.device)
-        channel_K[len(channel_K) // 3] = KINDS[self.fault[0]].factors[self.fault[1]]
+        channel_K[len(channel_K) // 3] = self.fault[1]
         return channel_K
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ class Recorder(L.Callback):
             torch.manual_seed(stretch.batches[0])  # of stochastic rounding
         sick = step < SICK and stretch.sick
         for index, backend in enumerate(self.backends):
-            backend.fault = (stretch.name, stretch.strength) if sick and index in stretch.sick else None
+            fault = (stretch.name, KINDS[stretch.name].factors[stretch.strength]) if stretch.sick else None
+            backend.fault = fault if sick and index in stretch.sick else None
         lr = 2e-3 * min(1.0, (stretch.batches[step] + 1) / WARMUP)
         lr *= {"lr_up": 3.0, "lr_down": 0.1}.get(stretch.name, 1.0)
         for group in optimizer.param_groups:
