@@ -167,6 +167,7 @@ def test_torch_compile_of_the_module_trains_in_one_graph_while_units_flip():
         ("exclude", "net.0", "exclude='net.0' is one string"),
         ("control", {"threshold": 3}, r"is no policy: write control=GNMRConfig\(\.\.\.\)"),
         ("on_nonfinite", "stop", "on_nonfinite='stop' is not known: write 'skip' or 'raise' or 'ignore'"),
+        ("eval_precision", "fp8", "eval_precision=.fp8. is not known: write .bf16. or .low."),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(argument, value, sentence):
