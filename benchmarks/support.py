@@ -234,9 +234,10 @@ _HEAD = """# What works where
 Made by `python -m benchmarks.support --write docs/support.md`, from runs on {device}, with torch {torch},
 lightning {lightning}, torchao {torchao}. Do not edit.
 
-Each cell is "eager / compiled" (backend {compiler}): one short training run, with validation in low precision, a last
-batch of 7 samples, and random units moved to bf16 before each step. What has to hold is said in
-`benchmarks/support.py`.
+Each cell is "eager / compiled" (backend {compiler}): one short training run with a last batch of 7 samples, in which
+random units are moved to bf16 before each step; the eager one also validates in low precision. What has to hold is said
+in `benchmarks/support.py`. Trained models of these families are also copied, pickled, exported by `torch.export`, one
+to ONNX and one quantised by torchao, each like the plain model: `tests/test_export.py`.
 
 | cell | meaning |
 | --- | --- |

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+
 from benchmarks import support
 from benchmarks.families import FAMILIES, Family
 from benchmarks.support import BASES, NOT_IN_STOCK, NOT_RUN, WORKS, Cell
-
 from gnmr_lightning import backends
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
