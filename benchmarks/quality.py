@@ -1,10 +1,11 @@
 """What does recovery buy? Final validation loss of whole runs under known trouble, against honest baselines.
 
 Every run goes on from one model of 0.3 million parameters that was pretrained in fp32 for 1,000 steps: younger models
-pass through sudden improvements, whose time is chance and hides all else. Every arm of a setting and seed has the same initial weights, batches and faults, and trains through GNMRPrecision; arms
-differ in who is moved to bf16, or in how gradients are clipped. Faults come in bursts, on one unit at a time. The
-oracle knows the sick unit, one step late, as a controller at best can. All policies were chosen on the development
-seeds; figures come from the reported seeds alone. See docs/results.md.
+pass through sudden improvements, whose time is chance and hides all else. Every arm of a setting and seed has the same
+initial weights, batches and faults, and trains through GNMRPrecision; arms differ in who is moved to bf16, or in how
+gradients are clipped. Faults come in bursts, on one unit at a time. The oracle knows the sick unit, one step late, as a
+controller at best can. All policies were chosen on the development seeds; figures come from the reported seeds alone.
+See docs/results.md.
 """
 
 from __future__ import annotations

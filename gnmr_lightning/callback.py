@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ class GNMRCallback(pl.Callback):
         self._restored: dict[str, Any] | None = None
         self._work: Tensor | None = None
         self._nonfinite_in_a_row = 0
-        self._is_first_batch = True
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._warned_shapes = False
         self._noted = _Noted()
         self._interval, self._total = _metrics(), _metrics()
@@ -139,6 +140,9 @@ class GNMRCallback(pl.Callback):
         source = self._plugin or self._norms
         assert source is not None
         signal = source.measure(optimizer)
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            self._say_idle(signal)
         if signal.stepping.any():
             decision = self._controller.update(
                 signal.norms,
@@ -158,24 +162,6 @@ class GNMRCallback(pl.Callback):
             self._nonfinite_in_a_row = 0
         self._count(signal, decision)
         self._log(trainer, pl_module, decision)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """After the first batch, names the converted layers that it never called."""
-        if self._plugin is None or not self._is_first_batch:
-            return
-        self._is_first_batch = False
-        silent = [
-            fqn
-            for unit in self._units
-            for fqn, linear in unit.linears.items()
-            if isinstance(linear, RecoverableLinear) and linear.weight.requires_grad and not bool(linear.flops.any())
-        ]
-        if silent:
-            rank_zero_warn(
-                f"{len(silent)} converted linear layers were not called in the first training step, so they train "
-                f"nothing in {self._plugin.recipe}: {', '.join(silent[:8])}"
-                f"{' ...' if len(silent) > 8 else ''}; exclude them if that is meant"
-            )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()  # before the layers, and their counts, are plain again
@@ -202,6 +188,26 @@ class GNMRCallback(pl.Callback):
                 # One that is locked for a non-finite gradient is named in the line about that.
                 if kind == "locked" and math.isfinite(event.gnmr) and self._plugin is not None:
                     rank_zero_info(f"step {step}: {event.unit} runs bf16 from the next step on (GNMR {event.gnmr:.3g})")
+
+    def _say_idle(self, signal: Signal) -> None:
+        """In an optimizer's first step, names its converted layers that have done nothing so far."""
+        if self._plugin is None:
+            return
+        idle = [
+            fqn
+            for unit, stepping in zip(self._units, signal.stepping.tolist(), strict=True)
+            for fqn, linear in unit.linears.items()
+            if stepping
+            and isinstance(linear, RecoverableLinear)
+            and linear.weight.requires_grad
+            and not linear.flops.any()
+        ]
+        if idle:
+            rank_zero_warn(
+                f"{len(idle)} converted linear layers did nothing in {self._plugin.recipe} until their "
+                f"optimizer's first step: {', '.join(idle[:8])}{' ...' if len(idle) > 8 else ''}; they were not "
+                "called, or with no rows, or under torch.no_grad: exclude them if that is meant"
+            )
 
     def _say_nonfinite(self, step: int, signal: Signal, decision: Decision | None) -> None:
         """One line per such step: where it began, and what is done about it."""

@@ -69,6 +69,12 @@ def _new_plain(cls: type[nn.Linear]) -> nn.Linear:
     return cls.__new__(cls)
 
 
+def _plain_copy(linear: RecoverableLinear, memo: dict[int, Any]) -> nn.Linear:
+    copy = linear.plain_class.__deepcopy__(linear, memo)  # type: ignore[attr-defined]
+    restore_plain(copy)
+    return copy
+
+
 _ATTRIBUTES = ("recovered", "flops", "probes", "backend")
 _CLASSES: dict[type[nn.Linear], type[RecoverableLinear]] = {nn.Linear: RecoverableLinear}
 
@@ -89,7 +95,10 @@ def make_recoverable(
     cls = type(linear)
     if not issubclass(cls, RecoverableLinear):
         if cls not in _CLASSES:
-            _CLASSES[cls] = type(f"Recoverable{cls.__name__}", (RecoverableLinear, cls), {"plain_class": cls})
+            members: dict[str, Any] = {"plain_class": cls}
+            if hasattr(cls, "__deepcopy__"):  # of a parametrization, for instance spectral_norm's; it copies the class
+                members["__deepcopy__"] = _plain_copy
+            _CLASSES[cls] = type(f"Recoverable{cls.__name__}", (RecoverableLinear, cls), members)
         linear.__class__ = _CLASSES[cls]
     flops = torch.zeros(3, dtype=torch.float64, device="cpu")
     probes = torch.zeros(3 if probing else 0, 4, dtype=torch.float32, device=device or linear.weight.device)

@@ -12,8 +12,8 @@ the first step, also where nobody put a `GNMRCallback` into the Trainer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -35,6 +35,7 @@ from .units import Granularity, RecoverableUnit, Skipped, check_patterns, cut, f
 
 Base = Literal["bf16-mixed", "bf16-true"]
 OnNonfinite = Literal["skip", "raise", "ignore"]
+EvalPrecision = Literal["bf16", "low"]
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 
@@ -56,6 +57,10 @@ class GNMRPrecision(Precision):
         control: the policy that decides which units are recovered, when and for how long.
         on_nonfinite: what to do in a step with a gradient that is not finite: "skip" leaves weights and optimizer
             state as they are, "raise" stops the run, "ignore" steps all the same.
+        eval_precision: what the converted layers run in validation, test and prediction steps, whatever is locked:
+            "bf16", since the run leaves a plain model behind, and this is how that model does; `val_loss` is then
+            comparable with a bf16 run's and no lock moves it. "low" if the model will be served in 8 bits, or if
+            evaluation has to be fast. Locks stay as they are.
 
     Raises:
         ValueError: an argument that is not one of the above; the sentence says what to write instead.
@@ -72,11 +77,13 @@ class GNMRPrecision(Precision):
         skip_small: bool = False,
         control: GNMRConfig | None = None,
         on_nonfinite: OnNonfinite = "skip",
+        eval_precision: EvalPrecision = "bf16",
     ) -> None:
         for name, value, choices in (
             ("base", base, get_args(Base)),
             ("granularity", granularity, get_args(Granularity)),
             ("on_nonfinite", on_nonfinite, get_args(OnNonfinite)),
+            ("eval_precision", eval_precision, get_args(EvalPrecision)),
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known: write {' or '.join(map(repr, choices))}")
@@ -94,6 +101,7 @@ class GNMRPrecision(Precision):
         self.skip_small = skip_small
         self.control = control or GNMRConfig()
         self.on_nonfinite = on_nonfinite
+        self.eval_precision = eval_precision
         self.units: list[RecoverableUnit] = []
         self.skipped: list[Skipped] = []
         # Without a device yet; `convert_module` gives bf16-mixed the device that autocast needs.
@@ -247,6 +255,24 @@ class GNMRPrecision(Precision):
             # Only what changes is written: a write is what autograd checks a live graph for.
             if switch.item() != locked:
                 switch.fill_(locked)
+
+    @contextmanager
+    def _eval_step_context(self) -> Generator[None, None, None]:
+        """The base precision, and around it every unit in `eval_precision`; each as it was when the step is over."""
+        before = [bool(switch.item()) for switch in self._switches]
+        during = self.eval_precision == "bf16"
+        changed = [(switch, was) for switch, was in zip(self._switches, before, strict=True) if was != during]
+        # Through .data, which autograd does not see: a graph that outlives the step finds its switches as they were.
+        for switch, _ in changed:
+            switch.data.fill_(during)
+        try:
+            with self.forward_context():
+                yield
+        finally:
+            for switch, was in changed:
+                switch.data.fill_(was)
+
+    val_step_context = test_step_context = predict_step_context = _eval_step_context
 
     # -- around the optimizer step -----------------------------------------------------------------------------------
 

@@ -175,6 +175,7 @@ def test_torch_compile_of_the_module_trains_in_one_graph_while_units_flip():
         ("exclude", "net.0", "exclude='net.0' is one string"),
         ("control", {"threshold": 3}, r"is no policy: write control=GNMRConfig\(\.\.\.\)"),
         ("on_nonfinite", "stop", "on_nonfinite='stop' is not known: write 'skip' or 'raise' or 'ignore'"),
+        ("eval_precision", "fp8", "eval_precision=.fp8. is not known: write .bf16. or .low."),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(argument, value, sentence):
@@ -419,7 +420,7 @@ def test_parameters_that_are_frozen_or_unused_are_left_alone():
 
     model, plugin = Partly(), GNMRPrecision("float8_rowwise", include=["*"])
     with pytest.warns(
-        UserWarning, match="1 converted linear layers were not called in the first training step.*unused"
+        UserWarning, match="1 converted linear layers did nothing in float8_rowwise until .* first step: unused;"
     ):
         fit(plugin, model=model)
     assert plugin.controller.state_dict()["admitted"].tolist() == [0, 12, 12, 12, 0]
