@@ -48,6 +48,8 @@ class Event(NamedTuple):
     kind: Literal["locked", "released"]
     gnmr: float
     """The unit's GNMR in that step; inf for a gradient that was not finite."""
+    rise: float
+    """Error of the unit's worst low-precision product by its own mean; inf where it is not finite, 0 without one."""
 
 
 @dataclass
@@ -60,6 +62,7 @@ class _Noted:
     locked: int = 0
     highest: float = 0.0
     highest_delta: float = 0.0
+    highest_rise: float = 0.0
 
 
 class GNMRCallback(pl.Callback):
@@ -70,12 +73,13 @@ class GNMRCallback(pl.Callback):
 
     Args:
         per_unit: also log each unit's GNMR, as `gnmr/unit/<name>`.
-        control: the policy to observe with; default `GNMRConfig()`.
+        control: the policy to observe with; default `GNMRConfig()`. Its method is taken as "gnmr": without
+            low-precision products there are no errors to decide on.
         granularity, include, exclude: how to cut the model into units, as in `GNMRPrecision`.
 
     Logged every `Trainer.log_every_n_steps` optimizer steps, over the steps since the last time: `gnmr/max`,
-    `gnmr/max_delta`, `gnmr/interventions`, `gnmr/budget_use`, `gnmr/nonfinite_steps`, `gnmr/bf16_share`,
-    `gnmr/fallback_calls` (the last two only with GNMRPrecision); and `gnmr/recovered`, the units in bf16 now.
+    `gnmr/max_delta`, `gnmr/interventions`, `gnmr/budget_use`, `gnmr/nonfinite_steps`, and with GNMRPrecision alone
+    `gnmr/max_error_rise`, `gnmr/bf16_share`, `gnmr/fallback_calls`; and `gnmr/recovered`, the units in bf16 now.
 
     Attributes:
         events: the last 1,000 locks and releases.
@@ -126,7 +130,6 @@ class GNMRCallback(pl.Callback):
             self._plugin = None
             self._units, _ = cut(pl_module, **self._cut)
             self._norms = UnitNorms(self._units)
-            # Without low-precision products there are no errors to decide on.
             control = replace(self._control or GNMRConfig(), method="gnmr")
             self._controller = GNMRController(control, len(self._units))
             if self._restored is not None:
@@ -183,11 +186,20 @@ class GNMRCallback(pl.Callback):
     def _note(self, step: int, decision: Decision) -> None:
         for kind, mask in (("released", decision.released), ("locked", decision.newly_locked)):
             for index in mask.nonzero().flatten().tolist():
-                event = Event(step, self._units[index].name, kind, decision.gnmr[index].item())  # type: ignore[arg-type]
+                event = Event(
+                    step,
+                    self._units[index].name,
+                    kind,  # type: ignore[arg-type]
+                    decision.gnmr[index].item(),
+                    decision.rise[index].item(),
+                )
                 self.events.append(event)
                 # One that is locked for a non-finite gradient is named in the line about that.
                 if kind == "locked" and math.isfinite(event.gnmr) and self._plugin is not None:
-                    rank_zero_info(f"step {step}: {event.unit} runs bf16 from the next step on (GNMR {event.gnmr:.3g})")
+                    why = f"product error {event.rise:.3g} times its mean, " if event.rise else ""
+                    rank_zero_info(
+                        f"step {step}: {event.unit} runs bf16 from the next step on ({why}GNMR {event.gnmr:.3g})"
+                    )
 
     def _say_idle(self, signal: Signal) -> None:
         """In an optimizer's first step, names its converted layers that have done nothing so far."""
@@ -233,6 +245,7 @@ class GNMRCallback(pl.Callback):
             noted.steps += 1
             noted.highest = max(noted.highest, decision.gnmr.where(stepping_U, 0.0).max().item())
             noted.highest_delta = max(noted.highest_delta, decision.delta_gnmr.where(stepping_U, 0.0).max().item())
+            noted.highest_rise = max(noted.highest_rise, decision.rise.max().item())
             noted.interventions += int(decision.newly_locked.sum())
             noted.locked += int(decision.locked.sum())
 
@@ -256,6 +269,8 @@ class GNMRCallback(pl.Callback):
             if noted.steps:
                 metrics["max"].update(torch.tensor([noted.highest]))
                 metrics["max_delta"].update(torch.tensor([noted.highest_delta]))
+                if self._plugin is not None:
+                    metrics["max_error_rise"].update(torch.tensor([noted.highest_rise]))
                 metrics["interventions"].update(noted.interventions)
                 metrics["budget_use"].update(noted.locked, self._controller.budget, noted.steps)
             if work is not None:
@@ -293,6 +308,7 @@ def _metrics() -> MetricCollection:
         {
             "max": MaxRatio(sync_on_compute=False),
             "max_delta": MaxRatio(sync_on_compute=False),
+            "max_error_rise": MaxRatio(sync_on_compute=False),
             "interventions": DecisionCount(sync_on_compute=False),
             "budget_use": BudgetUse(sync_on_compute=False),
             "nonfinite_steps": DecisionCount(sync_on_compute=False),

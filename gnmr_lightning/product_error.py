@@ -46,9 +46,8 @@ class ErrorRise:
         self._threshold, self._decay = threshold, decay
         self._floor_3 = torch.tensor([1.0, _GRADIENT_FLOOR, _GRADIENT_FLOOR], dtype=torch.float64, device="cpu") * floor
         values = partial(torch.zeros, n_units, 3, dtype=torch.float64, device="cpu")
-        self.errors_U3 = values()  # decayed sums: of the errors, of (e / m - 1)^2, and of ones
-        self.squares_U3 = values()
-        self.weights_U3 = values()
+        # Decayed sums: of the errors, of (e / m - 1)^2, and of ones.
+        self.errors_U3, self.squares_U3, self.weights_U3 = values(), values(), values()
 
     def update(self, errors_U3: Tensor) -> tuple[Tensor, Tensor]:
         """Takes one step's errors (nan where there was no product) into the history.
@@ -62,11 +61,12 @@ class ErrorRise:
         risk_U3 = errors_U3 / limit_U3.maximum(self._floor_3)
 
         admitted_U3 = errors_U3.where(~(risk_U3 > 1), limit_U3)
-        taken_U3 = admitted_U3 < math.inf
-        decay_U3 = torch.where(taken_U3, self._decay, 1.0)
+        taken_U3 = errors_U3 < math.inf  # neither inf nor nan
+        decay_U3 = torch.ones_like(errors_U3).masked_fill_(taken_U3, self._decay)
         square_U3 = (admitted_U3 / mean_U3 - 1).square_().nan_to_num_(nan=0.0)
-        for sum_U3, value in ((self.errors_U3, admitted_U3), (self.squares_U3, square_U3), (self.weights_U3, 1.0)):
-            sum_U3.mul_(decay_U3).add_(torch.where(taken_U3, value, 0.0))
+        self.errors_U3.mul_(decay_U3).add_(admitted_U3.masked_fill(~taken_U3, 0.0))
+        self.squares_U3.mul_(decay_U3).add_(square_U3.masked_fill_(~taken_U3, 0.0))
+        self.weights_U3.mul_(decay_U3).add_(taken_U3)
 
         infinite_U = (errors_U3 == math.inf).any(1)
         risk_U, rise_U = (x_U3.nan_to_num(nan=0.0).amax(1) for x_U3 in (risk_U3, rise_U3))

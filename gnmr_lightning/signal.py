@@ -188,7 +188,7 @@ def _errors(probes: Tensor, unit_L: Tensor, n_units: int) -> tuple[Tensor, Tenso
         relative = (error / exact).sqrt().nan_to_num(nan=math.inf)
         # No product, or one without a finite operand, says nothing about the layer.
         relative = relative.masked_fill(~((exact > 0) & (exact < math.inf)), -1.0)
-        errors.index_reduce_(0, unit_L, relative, "amax")
+        errors.scatter_reduce_(0, unit_L[:, None].expand_as(relative), relative, "amax")
         in_layer = ((relative == math.inf) | (operand.isfinite() & ~product.isfinite())).any(1)
         began[unit_L[in_layer]] = True
     return errors.masked_fill_(errors < 0, math.nan), began
