@@ -60,7 +60,6 @@ Method = Literal["product_error", "gnmr"]
 History = Literal["ema", "window", "cumulative"]
 CommonMode = Literal["none", "median"]
 
-_LONGEST = 8  # times lock_interval: the longest lock of a unit that is sick again right after its release
 _LARGEST = 1e300  # a finite norm above counts as this, so that no sum of norms overflows
 
 
@@ -97,8 +96,8 @@ class GNMRConfig:
     warmup_steps: int = 20
     """First steps of each unit in which there is history but no action; 0 or more."""
     lock_interval: int = 10
-    """Steps that a locked unit runs bf16; at least 1. With method="product_error", a unit that is at risk again within
-    as many steps after its release is locked for twice as long as the last time, up to 8 times this."""
+    """Steps that a locked unit runs bf16; at least 1. With method="product_error" it is locked again at once if low
+    precision, tried on a few rows, is still at risk then."""
     max_o: int | float = 0.1
     """maxO, the most units locked at once: a number of units (int), or a share of them (float in (0, 1], at least
     one unit)."""
@@ -199,7 +198,6 @@ class GNMRController:
         self._errors: ErrorRise | None = None
         if config.method == "product_error":
             self._errors = ErrorRise(n_units, config.error_threshold, config.error_floor, config.ema_decay)
-            self._lengths_U = counts(n_units)  # of its last lock
 
     @property
     def locked(self) -> Tensor:
@@ -261,7 +259,7 @@ class GNMRController:
             gnmr_U, delta_U, risk_U = (x_U.masked_fill(nonfinite_U, math.inf) for x_U in (gnmr_U, delta_U, risk_U))
         rise_U = torch.zeros_like(gnmr_U)
         if self._errors is not None:
-            risk_U, rise_U = self._errors.update(self._check_errors(errors, stepping_U))
+            risk_U, rise_U = self._errors.update(self._check_errors(errors, stepping_U), ~self.locked)
             if began is not None and (began_U := began & stepping_U).any():
                 risk_U = risk_U.masked_fill(began_U, math.inf)
             elif not all_finite:  # it began where no product was compared: the last unit is the nearest to it
@@ -282,7 +280,7 @@ class GNMRController:
             ]
             newly_U[chosen] = True
             locked_U[chosen] = True
-            self._until_U[chosen] = self._steps_U[chosen] + self._lock_lengths(chosen)
+            self._until_U[chosen] = self._steps_U[chosen] + c.lock_interval
 
         # The history.
         if norm_risk_U.max().item() > 1:
@@ -375,17 +373,6 @@ class GNMRController:
         others = (candidates_U & ~nonfinite_U).nonzero().flatten()
         return torch.cat([began_late, others[risk_U[others].argsort(descending=True, stable=True)]])
 
-    def _lock_lengths(self, chosen: Tensor) -> int | Tensor:
-        """How long each of the chosen units is locked."""
-        c = self.config
-        if self._errors is None:
-            return c.lock_interval
-        since_release = self._steps_U[chosen] - self._until_U[chosen]
-        relapsed = (self._lengths_U[chosen] > 0) & (since_release <= c.lock_interval)
-        longer = (2 * self._lengths_U[chosen]).clamp(max=_LONGEST * c.lock_interval)
-        self._lengths_U[chosen] = lengths = longer.where(relapsed, c.lock_interval)
-        return lengths
-
     def _admit(self, n_U: Tensor, ratio_U: Tensor, admit_U: Tensor) -> None:
         """Takes the norms and ratios of the units in `admit_U` into their history."""
         self._push(self._ratios_WU, ratio_U, admit_U)
@@ -423,7 +410,6 @@ class GNMRController:
                 "errors": self._errors.errors_U3,
                 "error_squares": self._errors.squares_U3,
                 "error_weights": self._errors.weights_U3,
-                "lock_lengths": self._lengths_U,
             }
         )
 

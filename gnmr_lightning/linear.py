@@ -10,7 +10,8 @@ done on each path into `flops`: the cost of recovery is then known without a hoo
 
 Each low-precision product is also compared with the exact one on a few of its entries. The difference is all that
 recovery can remove, so it says who is sick where gradient norms only say that somebody is. It is the product that is
-compared and not the casts, so it is the same for every backend, a user's own included. See `_probe`.
+compared and not the casts, so it is the same for every backend, a user's own included. See `_probe`. A recovered layer
+tries low precision on a few rows beside its bf16 work, so that it is known whether it is still sick. See `_tried`.
 
 Legend: M = rows (batch * sequence), K = in_features, N = out_features.
 """
@@ -115,8 +116,12 @@ def restore_plain(linear: nn.Linear) -> None:
 
 
 def _runs_low(x_MK: Tensor, recovered: Tensor, backend: str) -> bool:
+    return not recovered.item() and _takes(x_MK, backend)
+
+
+def _takes(x_MK: Tensor, backend: str) -> bool:
     rows = x_MK.shape[0]
-    return not recovered.item() and rows > 0 and backends.get(backend).takes_rows(rows, x_MK.device.type)
+    return rows > 0 and backends.get(backend).takes_rows(rows, x_MK.device.type)
 
 
 def _no_autocast(x_MK: Tensor) -> AbstractContextManager:
@@ -142,6 +147,43 @@ def _probe(product_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> Tensor:
     return torch.stack(torch._foreach_norm([error, exact, product_MN[:, 0].float(), left_MK[:, 0].float()])).square_()
 
 
+_TRIED_ROWS = 32  # kernels take multiples of 16 rows, and int8 more than 16
+
+
+def _tried(operand_MK: Tensor) -> Tensor:
+    """The rows on which a recovered layer tries low precision, evenly spread."""
+    return operand_MK[:: max(1, operand_MK.shape[0] // _TRIED_ROWS)][:_TRIED_ROWS].contiguous()
+
+
+def _low_output(x_MK: Tensor, weight_NK: Tensor, probes: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """The product in low precision, and what probing it shows."""
+    with _no_autocast(x_MK):
+        y_MN = backends.get(backend).output(x_MK, weight_NK)
+        return y_MN, _probe(y_MN, x_MK, weight_NK.t()) if len(probes) else probes.new_zeros(4)
+
+
+def _low_grads(
+    grad_MN: Tensor,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    probes: Tensor,
+    probe: Tensor,
+    backend: str,
+    need_input: bool,
+    need_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both gradients in low precision; what probing them shows is added to `probes`, with the forward's `probe`."""
+    with _no_autocast(x_MK):
+        grads = backends.get(backend).grads(grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight)
+        if len(probes):
+            probes[0].add_(probe)
+            if grads[0] is not None:
+                probes[1].add_(_probe(grads[0], grad_MN, weight_NK))
+            if grads[1] is not None:
+                probes[2].add_(_probe(grads[1], grad_MN.t(), x_MK))
+    return grads
+
+
 def _forward_kernel(
     x_MK: Tensor,
     weight_NK: Tensor,
@@ -152,12 +194,13 @@ def _forward_kernel(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
-    if not _runs_low(x_MK, recovered, backend):
-        return F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N), probes.new_zeros(4)
-    with _no_autocast(x_MK):
-        y_MN = backends.get(backend).output(x_MK, weight_NK)
-        probe = _probe(y_MN, x_MK, weight_NK.t()) if len(probes) else probes.new_zeros(4)
-    return (y_MN if bias_N is None else y_MN + bias_N), probe
+    if _runs_low(x_MK, recovered, backend):
+        y_MN, probe = _low_output(x_MK, weight_NK, probes, backend)
+        return (y_MN if bias_N is None else y_MN + bias_N), probe
+    probe = probes.new_zeros(4)
+    if len(probes) and recovered.item() and _takes(tried := _tried(x_MK), backend):
+        probe = _low_output(tried, weight_NK, probes, backend)[1]
+    return F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N), probe
 
 
 def _backward_kernel(
@@ -175,20 +218,14 @@ def _backward_kernel(
     low = _runs_low(x_MK, recovered, backend)
     matmuls = 1 + need_input + need_weight  # the forward one is counted here too: see the module's docstring
     flops[LOW if low else BF16].add_(2.0 * grad_MN.shape[0] * weight_NK.numel() * matmuls)
+    grads: tuple[Tensor | None, Tensor | None]
     if low:
-        with _no_autocast(x_MK):
-            grads = backends.get(backend).grads(
-                grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight
-            )
-            if len(probes):
-                probes[0].add_(probe)
-                if grads[0] is not None:
-                    probes[1].add_(_probe(grads[0], grad_MN, weight_NK))
-                if grads[1] is not None:
-                    probes[2].add_(_probe(grads[1], grad_MN.t(), x_MK))
+        grads = _low_grads(grad_MN, x_MK, weight_NK, probes, probe, backend, need_input, need_weight)
     else:
         if x_MK.shape[0] > 0 and not recovered.item():
             flops[FALLBACK_CALLS].add_(1)
+        elif len(probes) and _takes(tried := _tried(x_MK), backend):
+            _low_grads(_tried(grad_MN), tried, weight_NK, probes, probe, backend, need_input, need_weight)
         grads = (
             grad_MN @ weight_NK.to(grad_MN.dtype) if need_input else None,
             grad_MN.t() @ x_MK if need_weight else None,

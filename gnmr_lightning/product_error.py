@@ -13,8 +13,11 @@ the recovery of a few units does not change. The floor makes it blind to rises t
 higher for the gradients' products, whose errors the optimizer averages out, than for the output's.
 
 As with GNMR, an e whose risk is above 1 enters the history limited, as r * m: a burst cannot raise its own baseline, a
-lasting change is learnt. What all units share (a bad batch, a step of the learning rate, another loss scale) moves
-exact and low-precision products alike, and cancels in e.
+lasting change is learnt. While a unit is locked, its errors come from the few rows on which it tries low precision:
+they say whether it is still sick when its lock ends, and do not enter the history.
+
+What all units share (a bad batch, a step of the learning rate, another loss scale) moves exact and low-precision
+products alike, and cancels in e.
 
 Legend: U = units, 3 = the products for output, grad_input and grad_weight.
 """
@@ -49,8 +52,12 @@ class ErrorRise:
         # Decayed sums: of the errors, of (e / m - 1)^2, and of ones.
         self.errors_U3, self.squares_U3, self.weights_U3 = values(), values(), values()
 
-    def update(self, errors_U3: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes one step's errors (nan where there was no product) into the history.
+    def update(self, errors_U3: Tensor, learn_U: Tensor) -> tuple[Tensor, Tensor]:
+        """Judges one step's errors (nan where there was no product) by the history, then takes them into it.
+
+        Args:
+            errors_U3: float64.
+            learn_U: bool: the units whose errors enter the history.
 
         Returns:
             risk and rise (e / m, the largest of the three), (U,) float64 each; 0 without evidence.
@@ -61,7 +68,7 @@ class ErrorRise:
         risk_U3 = errors_U3 / limit_U3.maximum(self._floor_3)
 
         admitted_U3 = errors_U3.where(~(risk_U3 > 1), limit_U3)
-        taken_U3 = errors_U3 < math.inf  # neither inf nor nan
+        taken_U3 = (errors_U3 < math.inf) & learn_U[:, None]  # neither inf nor nan
         decay_U3 = torch.ones_like(errors_U3).masked_fill_(taken_U3, self._decay)
         square_U3 = (admitted_U3 / mean_U3 - 1).square_().nan_to_num_(nan=0.0)
         self.errors_U3.mul_(decay_U3).add_(admitted_U3.masked_fill(~taken_U3, 0.0))
