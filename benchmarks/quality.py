@@ -19,9 +19,10 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
@@ -38,7 +39,7 @@ from .common import arguments, report
 from .faults import FaultyBackend, install
 
 DEVELOPMENT, REPORTED = range(201, 203), range(11, 16)
-PRETRAINING, STEPS, BATCH_SIZE, MAX_O, BURST = 1000, 240, 16, 2, 15
+PRETRAINING, STEPS, BATCH_SIZE, MAX_O, BURST = 1000, 200, 16, 2, 15
 NEVER = GNMRConfig(warmup_steps=10**9, max_o=MAX_O)
 
 Fault = tuple[int, str, float]
@@ -59,7 +60,7 @@ class Setting:
 
 
 ARMS = ("bf16", "none", "product_error", "gnmr", "random", "first_last", "static", "clip", "zclip", "oracle")
-NO_ORACLE = tuple(arm for arm in ARMS if arm not in ("oracle", "static"))
+_FEW = ("bf16", "none", "product_error")
 _BURSTS = (
     ("input_saturated", 32.0),
     ("input_coarse", 200.0),
@@ -69,17 +70,19 @@ _BURSTS = (
 )
 SETTINGS = {
     "stress": Setting(lambda: stress.Rounded(8), _BURSTS, arms=ARMS),
-    "stress_4bit": Setting(lambda: stress.Rounded(4), lr=2e-2, arms=NO_ORACLE),
-    "coarse": Setting(lambda: stress.Rounded(3), arms=("bf16", "none", "product_error", "gnmr")),
+    "stress_4bit": Setting(lambda: stress.Rounded(4), lr=2e-2, arms=(*_FEW, "gnmr", "random", "clip", "zclip")),
+    "coarse": Setting(lambda: stress.Rounded(3), arms=(*_FEW, "gnmr")),
     "blockwise": Setting(lambda: backends.resolve("float8_blockwise"), (("outlier_channel", 2.0**18),), arms=ARMS),
     "finetune_int8": Setting(lambda: stress.Rounded(8), (("outlier_channel", 256.0),), 5e-4, True, arms=ARMS),
     "finetune_float8": Setting(
-        lambda: backends.resolve("fake(a=e4m3, w=e4m3, g=e5m2)"), (("outlier_channel", 2.0**18),), 5e-4, True, ARMS
+        lambda: backends.resolve("fake(a=e4m3, w=e4m3, g=e5m2)"),
+        (("outlier_channel", 2.0**18),),
+        5e-4,
+        True,
+        (*_FEW, "random", "oracle"),
     ),
-    "healthy": Setting(lambda: stress.Rounded(8), arms=("bf16", "none", "product_error", "gnmr")),
-    "healthy_finetune": Setting(
-        lambda: backends.resolve("fake(a=e4m3, w=e4m3, g=e5m2)"), (), 5e-4, True, ("bf16", "none", "product_error")
-    ),
+    "healthy": Setting(lambda: stress.Rounded(8), arms=(*_FEW, "gnmr")),
+    "healthy_finetune": Setting(lambda: backends.resolve("fake(a=e4m3, w=e4m3, g=e5m2)"), (), 5e-4, True, _FEW),
 }
 
 
@@ -160,14 +163,13 @@ def other_texts() -> tuple[Tensor, Tensor]:
     return data.train_text, data.val_text
 
 
-@functools.cache
-def pretrained() -> dict[str, Tensor]:
-    """Weights of a model trained on the standard library in fp32."""
+def pretrain(file: Path) -> None:
+    """Trains a model on the standard library in fp32 and writes its weights."""
     torch.manual_seed(0)
     model = stress.StressGPT()
     batches = Windows(stress.texts()[0], BATCH_SIZE, stress.SEQ_LEN, 12345, batches=PRETRAINING)
     L.Trainer(**_quiet(), max_epochs=1).fit(model, batches)
-    return model.state_dict()
+    torch.save(model.state_dict(), file)
 
 
 def _quiet() -> dict[str, Any]:
@@ -192,14 +194,27 @@ class _Decayed(stress.StressGPT):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def run(name: str, arm: str, seed: int, steps: int, locks: list[tuple[int, int]], static: tuple[int, ...]) -> dict:
+@dataclass(frozen=True)
+class Job:
+    """One setting and seed."""
+
+    setting: str
+    seed: int
+    steps: int
+    weights: Path
+    """Of the pretrained model."""
+    static: tuple[int, ...] = (2, 3)
+    """The units that the static arm keeps in bf16."""
+
+
+def run(job: Job, arm: str, locks: list[tuple[int, int]]) -> dict[str, Any]:
     """One arm: its final validation loss, bf16 share, whether it diverged, and its locks."""
-    setting = SETTINGS[name]
+    setting, seed, steps = SETTINGS[job.setting], job.seed, job.steps
     torch.manual_seed(seed)
     model = _Decayed(lr=setting.lr)
     model.steps = steps
     train, validation = other_texts() if setting.other_text else stress.texts()
-    model.load_state_dict(pretrained())
+    model.load_state_dict(torch.load(job.weights, weights_only=True))
     healthy = setting.backend()
     control = {
         "product_error": GNMRConfig(max_o=MAX_O),
@@ -219,7 +234,7 @@ def run(name: str, arm: str, seed: int, steps: int, locks: list[tuple[int, int]]
     force: dict[str, Callable[[int], Tensor]] = {
         "bf16": lambda step: ~units(),
         "first_last": lambda step: units(0, n_units - 1),
-        "static": lambda step: units(*static),
+        "static": lambda step: units(*job.static),
         "oracle": lambda step: units(plan[step - 1][0]) if step - 1 in plan else units(),
         "random": lambda step: units(*[unit for first, last, unit in elsewhere if first <= step <= last]),
     }
@@ -238,7 +253,7 @@ def run(name: str, arm: str, seed: int, steps: int, locks: list[tuple[int, int]]
     end = statistics.fmean(drive.losses[-10:])
     flops = work[0].sum(0)
     return {
-        "setting": name,
+        "setting": job.setting,
         "arm": arm,
         "seed": seed,
         "loss": loss,
@@ -248,25 +263,23 @@ def run(name: str, arm: str, seed: int, steps: int, locks: list[tuple[int, int]]
     }
 
 
-def arms(job: tuple[str, int, int, tuple[int, ...]]) -> list[dict]:
+def arms(job: Job) -> list[dict[str, Any]]:
     """All arms of one setting and seed; the random arm repeats the locks of the default, on other units."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    name, seed, steps, static = job
-    rows: list[dict] = []
-    for arm in SETTINGS[name].arms:
+    rows: list[dict[str, Any]] = []
+    for arm in SETTINGS[job.setting].arms:
         locks: list[tuple[int, int]] = next((row["locks"] for row in rows if row["arm"] == "product_error"), [])
-        rows.append(run(name, arm, seed, steps, locks, static))
+        rows.append(run(job, arm, locks))
     return rows
 
 
-def static_trials(job: tuple[str, int, int]) -> list[dict]:
+def static_trials(job: Job) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
     """Each block's last two layers kept in bf16: the candidates for the best static set."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    name, seed, steps = job
     sets = [(4 * block + 2, 4 * block + 3) for block in range(stress.N_LAYERS)]
-    return [{"set": pair, **run(name, "static", seed, steps, [], pair)} for pair in sets]
+    return [(pair, run(replace(job, static=pair), "static", [])) for pair in sets]
 
 
 def main() -> None:
@@ -274,26 +287,31 @@ def main() -> None:
     steps = 80 if args.quick else STEPS
     names = ("stress",) if args.quick else tuple(SETTINGS)
     seeds = [args.seed + seed for seed in (REPORTED[:1] if args.quick else REPORTED)]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        weights = Path(folder) / "pretrained.pt"
+        pretrain(weights)
         static: dict[str, tuple[int, ...]] = {}
-        trials = [(n, DEVELOPMENT[0], steps) for n in names if "static" in SETTINGS[n].arms and not args.quick]
-        for rows in pool.map(static_trials, trials):
-            static[rows[0]["setting"]] = min(rows, key=lambda row: row["loss"])["set"]
-        jobs = [(name, seed, steps, static.get(name, (2, 3))) for seed in seeds for name in names]
+        trials = [n for n in names if "static" in SETTINGS[n].arms and not args.quick]
+        for tried in pool.map(static_trials, [Job(name, DEVELOPMENT[0], steps, weights) for name in trials]):
+            best, row = min(tried, key=lambda pair: pair[1]["loss"])
+            static[row["setting"]] = best
+        jobs = [Job(name, seed, steps, weights, static.get(name, (2, 3))) for seed in seeds for name in names]
         found = [row for rows in pool.map(arms, jobs) for row in _said(rows)]
     report(args, "quality", *summary(found, static))
 
 
-def _said(rows: list[dict]) -> list[dict]:
+def _said(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     print(
         *(f"{r['setting']} {r['seed']} {r['arm']} {r['loss']:.4f}" for r in rows), sep="\n", file=sys.stderr, flush=True
     )
     return rows
 
 
-def summary(found: list[dict], static: dict[str, tuple[int, ...]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def summary(
+    found: list[dict[str, Any]], static: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Figures, and a row for each setting and arm."""
-    of: dict[tuple[str, str], list[dict]] = defaultdict(list)
+    of: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for result in found:
         of[result["setting"], result["arm"]].append(result)
     rows: list[dict[str, Any]] = []
