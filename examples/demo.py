@@ -184,14 +184,18 @@ class DemoReport(L.Callback):
         last = fault.ended if fault.ended is not None else trainer.global_step
         events = [e for e in _watcher(trainer).events if e.unit == fault.unit and e.step >= fault.began]
         locks = [e for e in events if e.kind == "locked" and e.step < last]
-        released = [e.step for e in events if e.kind == "released" and locks and e.step > locks[0].step]
+        steps_of = {
+            kind: [e.step for e in events if e.kind == kind and locks and e.step > locks[0].step]
+            for kind in ("renewed", "released")
+        }
         return {
             "unit": fault.unit,
             "began": fault.began,
             "ended": fault.ended,
             "locked": [e.step for e in locks],
             "gnmr": locks[0].gnmr if locks else None,
-            "released": released,
+            "rise": locks[0].rise if locks else None,
+            **steps_of,
         }
 
 
@@ -232,13 +236,14 @@ def _show(summary: dict[str, Any], path: Path) -> None:
             table.add_column(column)
         rows = [(fault["began"], "sick from here on")]
         rows += [(step, "found; runs bf16 from the next step on") for step in fault["locked"]]
+        rows += [(step, "still at risk: stays in bf16") for step in fault["renewed"]]
         rows += [(step, "released, back in " + summary["recipe"]) for step in fault["released"]]
         if fault["ended"] is not None:
             rows.append((fault["ended"], "well again"))
         for step, what in sorted(rows, key=lambda row: row[0]):
             table.add_row(fault["unit"], str(step), what)
         if not fault["locked"]:
-            table.add_row(fault["unit"], "-", "not found: its GNMR stayed below the thresholds")
+            table.add_row(fault["unit"], "-", "not found: its risk stayed below 1")
         console.print(table)
     console.print(f"Figures: {path}")
 

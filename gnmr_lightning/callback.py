@@ -40,12 +40,12 @@ _TOTALS = {"max": "max_gnmr"}  # clearer names where no gnmr/ stands before them
 
 
 class Event(NamedTuple):
-    """One unit that was locked to bf16 or released."""
+    """One unit that was locked to bf16, locked again as its lock ended, or released."""
 
     step: int
     """`Trainer.global_step` of the optimizer step whose gradient led to it; it is in force from the next one on."""
     unit: str
-    kind: Literal["locked", "released"]
+    kind: Literal["locked", "renewed", "released"]
     gnmr: float
     """The unit's GNMR in that step; inf for a gradient that was not finite."""
     rise: float
@@ -82,7 +82,7 @@ class GNMRCallback(pl.Callback):
     `gnmr/max_error_rise`, `gnmr/bf16_share`, `gnmr/fallback_calls`; and `gnmr/recovered`, the units in bf16 now.
 
     Attributes:
-        events: the last 1,000 locks and releases.
+        events: the last 1,000 locks, renewed locks and releases.
 
     Raises:
         ValueError: on fit, if a policy or a cut is given here and GNMRPrecision has its own.
@@ -184,8 +184,13 @@ class GNMRCallback(pl.Callback):
         return {**figures, "budget": self._controller.budget}
 
     def _note(self, step: int, decision: Decision) -> None:
-        for kind, mask in (("released", decision.released), ("locked", decision.newly_locked)):
-            for index in mask.nonzero().flatten().tolist():
+        renewed_U = decision.released & decision.newly_locked
+        for kind, mask_U, what in (
+            ("released", decision.released & ~renewed_U, ""),
+            ("renewed", renewed_U, "is still at risk and stays in bf16"),
+            ("locked", decision.newly_locked & ~renewed_U, "runs bf16 from the next step on"),
+        ):
+            for index in mask_U.nonzero().flatten().tolist():
                 event = Event(
                     step,
                     self._units[index].name,
@@ -195,11 +200,9 @@ class GNMRCallback(pl.Callback):
                 )
                 self.events.append(event)
                 # One that is locked for a non-finite gradient is named in the line about that.
-                if kind == "locked" and math.isfinite(event.gnmr) and self._plugin is not None:
+                if what and math.isfinite(event.gnmr) and self._plugin is not None:
                     why = f"product error {event.rise:.3g} times its mean, " if event.rise else ""
-                    rank_zero_info(
-                        f"step {step}: {event.unit} runs bf16 from the next step on ({why}GNMR {event.gnmr:.3g})"
-                    )
+                    rank_zero_info(f"step {step}: {event.unit} {what} ({why}GNMR {event.gnmr:.3g})")
 
     def _say_idle(self, signal: Signal) -> None:
         """In an optimizer's first step, names its converted layers that have done nothing so far."""
@@ -224,9 +227,11 @@ class GNMRCallback(pl.Callback):
     def _say_nonfinite(self, step: int, signal: Signal, decision: Decision | None) -> None:
         """One line per such step: where it began, and what is done about it."""
         self._nonfinite_in_a_row += 1
-        # A non-finite gradient flows backwards, so it began in the last unit that has one.
+        # It began where a product was not finite though its operands were; else, as a gradient flows backwards, in the
+        # last unit that has one.
         names = [self._units[i].name for i in (~signal.norms.isfinite()).nonzero().flatten().tolist()][::-1]
-        where = f"began in {names[0]} and reached {len(names)} units" if names else "outside of all units"
+        first = [self._units[i].name for i in signal.began.nonzero().flatten().tolist()] or names[:1]
+        where = f"began in {', '.join(first)} and reached {len(names)} units" if first else "outside of all units"
         locked = [self._units[i].name for i in decision.newly_locked.nonzero().flatten().tolist()] if decision else []
         action = {"skip": "the optimizer step is skipped", "raise": "the run stops", "ignore": "the step goes on"}
         done = action[self._plugin.on_nonfinite] if self._plugin is not None else "observed only"
@@ -246,7 +251,7 @@ class GNMRCallback(pl.Callback):
             noted.highest = max(noted.highest, decision.gnmr.where(stepping_U, 0.0).max().item())
             noted.highest_delta = max(noted.highest_delta, decision.delta_gnmr.where(stepping_U, 0.0).max().item())
             noted.highest_rise = max(noted.highest_rise, decision.rise.max().item())
-            noted.interventions += int(decision.newly_locked.sum())
+            noted.interventions += int((decision.newly_locked & ~decision.released).sum())
             noted.locked += int(decision.locked.sum())
 
     def _flush(self) -> None:

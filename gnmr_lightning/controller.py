@@ -1,8 +1,12 @@
-"""The method: from one gradient norm per unit and step to the set of units that run bf16 next.
+"""The method: from numbers of each unit and step to the set of units that run bf16 next.
+
+There are two rules of who is at risk. method="product_error", the default, judges the errors of a unit's low-precision
+products: it is in `product_error.py`, and docs/method.md says why. method="gnmr" is the paper's plain rule on gradient
+norms, and is here; the default reports its GNMR and Delta-GNMR, too. Locks and budget are the same for both.
 
 GNMR (Gradient Norm-to-Mean Ratio, arXiv 2606.00539, of which only the abstract was public to us: the definitions here
 are this project's own reading) compares a unit's gradient norm n with its historical mean m. Delta-GNMR is the abrupt
-part of it: the ratio minus the unit's mean ratio over a short window. With thresholds on both,
+part of it: the ratio minus the unit's mean ratio over a short window. With method="gnmr" and thresholds on both,
 
     GNMR = n / m        dGNMR = GNMR - mean(GNMR, last delta_window admitted steps)
     risk = max(GNMR / threshold, dGNMR / delta_threshold),      +inf where n is not finite.
@@ -235,7 +239,7 @@ class GNMRController:
         """
         c = self.config
         n_U, all_finite, all_positive = self._check_norms(norms)
-        stepping_U, measured_U = self._check_masks(stepping, present)
+        stepping_U, measured_U = self._check_masks(stepping, present, began)
         nonfinite_U = torch.zeros_like(self._everyone)
         if not all_finite:
             finite_U = n_U < math.inf
@@ -317,15 +321,17 @@ class GNMRController:
             n_U = n_U.clamp(max=_LARGEST).where(n_U < math.inf, n_U)
         return n_U, high < math.inf, low > 0 and high < math.inf
 
-    def _check_masks(self, stepping: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _check_masks(
+        self, stepping: Tensor | None, present: Tensor | None, began: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The stepping units and those of them that have a gradient; `self._everyone` itself where that is all."""
-        for name, mask in (("stepping", stepping), ("present", present)):
+        for name, mask in (("stepping", stepping), ("present", present), ("began", began)):
             if mask is not None and (
                 mask.shape != self._everyone.shape or mask.dtype != torch.bool or mask.device.type != "cpu"
             ):
                 raise ValueError(
                     f"{name} of shape {tuple(mask.shape)} and {mask.dtype} on {mask.device} is no mask of "
-                    f"{self.n_units} units: give one bool for each unit, on the CPU, or None for all"
+                    f"{self.n_units} units: give one bool for each unit, on the CPU, or None"
                 )
         stepping_U = self._everyone if stepping is None else stepping
         measured_U = stepping_U if present is None else stepping_U & present

@@ -126,7 +126,7 @@ def test_the_sick_unit_alone_gets_the_faulty_backend_and_the_healthy_one_back(tm
             seen.append((trainer.global_step - 1, sick))
 
     watch = GNMRCallback()
-    policy = GNMRConfig(threshold=4, delta_threshold=3, warmup_steps=3, lock_interval=4, max_o=2)
+    policy = GNMRConfig(warmup_steps=3, lock_interval=4, max_o=2)
     fault = DemoFault("blocks.1.mlp.up", start=5, steps=3, inflation=3000)
     trainer = L.Trainer(
         accelerator="cpu",

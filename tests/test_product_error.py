@@ -276,6 +276,12 @@ def test_a_lock_lasts_as_long_as_the_fault(recipe):
     trainer(GNMRPrecision(recipe, control=control), callbacks=[callback, faults, paths]).fit(Net(), batches(40))
     # Sick from 10 to 23: found in 10, tried in 14, 18 and 22 while it is sick, and well when it is tried in 26.
     assert paths.bf16 == [{"net.2"} if 11 <= step <= 26 else set() for step in range(40)]
+    assert [event[:3] for event in callback.events] == [
+        (10, "net.2", "locked"),
+        *((step, "net.2", "renewed") for step in (14, 18, 22)),
+        (26, "net.2", "released"),
+    ]
+    assert callback.totals()["interventions"] == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -286,8 +292,10 @@ def test_a_nan_is_found_where_it_began(compiled, caplog):
     model = Net()
     if compiled:
         model.net.compile(backend="aot_eager", fullgraph=True)
-    run.fit(model, batches(24))
+    with caplog.at_level("WARNING", "gnmr_lightning"):
+        run.fit(model, batches(24))
     assert [event[:3] for event in callback.events] == [(12, "net.2", "locked"), (18, "net.2", "released")]
+    assert "step 12: a gradient is not finite (began in net.2 and reached 3 units)" in caplog.text
     assert all(p.isfinite().all() for p in model.parameters())
 
 
