@@ -1,7 +1,7 @@
 """How long one decision takes: `GNMRController.update` at 280, 10,000 and 100,000 units, with the default policy.
 
-Norms are drawn around 1 with a few spikes, so that updates lock and release units. Absolute times are this machine's;
-what matters is that they stay far below a training step, and how they grow.
+Product errors are drawn around 0.02 with a few large ones, so that updates lock and release units. Absolute times are
+this machine's; what matters is that they stay far below a training step, and how they grow.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def main() -> None:
         times, locks = [], 0
         for step in range(updates + 30):
             norms = torch.rand(units, generator=generator, dtype=torch.float64) + 0.5
+            errors = torch.rand(units, 3, generator=generator, dtype=torch.float64) * 0.02 + 0.01
             if step % 5 == 0:
-                norms[int(torch.randint(units, (1,), generator=generator))] = 50.0
+                errors[int(torch.randint(units, (1,), generator=generator))] = 0.9
             started = time.perf_counter()
-            decision = controller.update(norms)
+            decision = controller.update(norms, errors=errors)
             if step >= 30:
                 times.append(time.perf_counter() - started)
             locks += int(decision.newly_locked.sum())

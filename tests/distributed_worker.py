@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from gnmr_lightning import GNMRCallback, GNMRConfig, GNMRPrecision
+from gnmr_lightning import GNMRCallback, GNMRConfig, GNMRPrecision, backends
 from gnmr_lightning.backends import Backend
 from gnmr_lightning.signal import UnitNorms
 
@@ -34,6 +34,8 @@ SCENARIOS = {  # name: strategy, recipe, fault
     "fsdp2-int8": ("fsdp2", "int8", "spike"),
     "fsdp2-float8_rowwise": ("fsdp2", "float8_rowwise", "spike"),
     "fsdp2-nan": ("fsdp2", "int8", "nan"),
+    "ddp-product_error": ("ddp", "int8", "saturated"),
+    "fsdp2-product_error": ("fsdp2", "float8_rowwise", "saturated"),
     "ddp-clip": ("ddp", "exact", None),
     "fsdp2-clip": ("fsdp2", "exact", None),
 }
@@ -52,6 +54,23 @@ class Exact(Backend):
 
     def grad_weight(self, grad_MN, x_MK):
         return grad_MN.float().T @ x_MK.float()
+
+
+class Saturating(Backend):
+    """Clamps the input at a 32nd of its largest value while it is sick."""
+
+    def __init__(self, healthy: Backend) -> None:
+        self.healthy, self.name, self.sick = healthy, f"{healthy.name}+saturating", False
+
+    def output(self, x_MK, weight_NK):
+        limit = x_MK.abs().amax() / 32 if self.sick else math.inf
+        return self.healthy.output(x_MK.clamp(-limit, limit), weight_NK)
+
+    def grad_input(self, grad_MN, weight_NK):
+        return self.healthy.grad_input(grad_MN, weight_NK)
+
+    def grad_weight(self, grad_MN, x_MK):
+        return self.healthy.grad_weight(grad_MN, x_MK)
 
 
 class Gain(nn.Module):
@@ -111,17 +130,28 @@ class Uneven(pl.LightningModule):
 
 
 class FaultOnRank1(pl.Callback):
-    """Spoils rank 1's part of the gradient of `net.2` in one step: before DDP reduces it, or in its shard of FSDP2."""
+    """Spoils rank 1's part of the gradient of `net.2` in one step: before DDP reduces it, or in its shard of FSDP2.
+
+    Or, "saturated", its low-precision output for rank 1's rows, which raises no norm.
+    """
 
     def __init__(self, kind: str | None) -> None:
-        self.factor = {"spike": 1000.0, "nan": math.nan, None: 1.0}[kind]
+        self.kind = kind
+        self.factor = {"spike": 1000.0, "nan": math.nan}.get(kind, 1.0)
 
     def due(self, trainer) -> bool:
-        return self.factor != 1 and trainer.global_rank == 1 and trainer.global_step == FAULT_STEP
+        return trainer.global_rank == 1 and trainer.global_step == FAULT_STEP
 
     def on_train_start(self, trainer, pl_module):
-        if not pl_module.sharded:
+        if self.kind == "saturated":
+            self.backend = Saturating(backends.get(pl_module.net[2].backend))
+            pl_module.net[2].backend = backends.register(self.backend).name
+        elif not pl_module.sharded:
             pl_module.net[2].weight.register_hook(lambda g: g * self.factor if self.due(trainer) else g)
+
+    def on_train_batch_start(self, trainer, *args):
+        if self.kind == "saturated":
+            self.backend.sick = self.due(trainer)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if pl_module.sharded and self.due(trainer):
@@ -204,12 +234,17 @@ def train(strategy: str, recipe: str, fault: str | None) -> dict:
     exact = recipe == "exact"
     record = Record()
     # With a fault, steps are so small that it passes without a trace.
-    model = Uneven(lr=1e-5 if fault == "spike" else 0.5, sharded=strategy == "fsdp2")
+    model = Uneven(lr=1e-5 if fault in ("spike", "saturated") else 0.5, sharded=strategy == "fsdp2")
     plugin = GNMRPrecision(
         Exact() if exact else recipe,
         include=["*"] if exact else None,
         control=GNMRConfig(
-            method="gnmr", threshold=20.0, delta_threshold=19.0, warmup_steps=2, lock_interval=3, max_o=1
+            method="product_error" if fault == "saturated" else "gnmr",
+            threshold=20.0,
+            delta_threshold=19.0,
+            warmup_steps=2,
+            lock_interval=3,
+            max_o=1,
         ),
     )
     run = trainer(

@@ -14,6 +14,7 @@ from distributed_worker import CLIP, FAULT_STEP, SCENARIOS, STEPS, train
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 TIMEOUT_S = 60
+ERRORS = ["ddp-product_error", "fsdp2-product_error"]
 SPIKES = ["ddp-int8", "fsdp2-int8", "fsdp2-float8_rowwise"]
 UNITS = ["net.0", "net.2", "net.4"]
 
@@ -96,10 +97,20 @@ def test_what_one_rank_alone_has_wrong_is_recovered_on_both(runs, scenario):
     for record in runs[scenario]:
         before, at = (record["norms"][step][1] for step in (FAULT_STEP - 1, FAULT_STEP))
         assert at > 20 * before
-        locked = range(FAULT_STEP, FAULT_STEP + 3)
-        assert record["locked"] == [[False, step in locked, False] for step in range(STEPS)]
-        assert record["bf16"] == [["net.2"] if step - 1 in locked else [] for step in range(STEPS)]
-        assert record["moved"] == [True] * STEPS
+        recovered_as_it_should_be(record)
+
+
+def recovered_as_it_should_be(record) -> None:
+    locked = range(FAULT_STEP, FAULT_STEP + 3)
+    assert record["locked"] == [[False, step in locked, False] for step in range(STEPS)]
+    assert record["bf16"] == [["net.2"] if step - 1 in locked else [] for step in range(STEPS)]
+    assert record["moved"] == [True] * STEPS
+
+
+@pytest.mark.parametrize("scenario", ERRORS)
+def test_a_product_that_is_wrong_on_one_rank_alone_is_recovered_on_both(runs, scenario):
+    for record in runs[scenario]:
+        recovered_as_it_should_be(record)
 
 
 def test_a_gradient_not_finite_in_one_shard_skips_the_step_on_both_ranks(runs):
@@ -125,8 +136,9 @@ def test_the_layers_stay_the_same_objects_and_get_their_class_back(runs, scenari
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_step_costs_one_measurement_with_one_collective_if_sharded_and_none_if_not(runs, scenario):
-    expected = [int(scenario.startswith("fsdp2"))] * STEPS  # as many entries as steps: clipping measures no second time
+def test_a_step_costs_one_measurement_with_a_collective_for_shards_and_one_for_product_errors(runs, scenario):
+    # As many entries as steps: clipping measures no second time.
+    expected = [scenario.startswith("fsdp2") + (scenario in ERRORS)] * STEPS
     for record in runs[scenario]:
         assert record["all_reduces"] == expected
         assert record["collectives"] == expected
