@@ -1,6 +1,7 @@
 # make setup: .venv with pinned packages. make demo: a training run with a fault that is found. make test: all checks.
 # Arguments of the demo: make demo ARGS="--no-fault --data PATH"
-.PHONY: setup demo test
+# make figures: docs/results.md from the figures in benchmarks/results.
+.PHONY: setup demo figures test
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -20,6 +21,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/python -m examples.demo $(ARGS)
+
+figures: setup
+	$(BIN)/python -m pip install --quiet -e '.[figures]'
+	$(BIN)/python -m benchmarks.figures
 
 test: setup
 	$(BIN)/ruff check .

@@ -344,7 +344,7 @@ def summary(
                 "minus_none": statistics.fmean(over_none),
                 "minus_none_sd": spread(over_none),
                 # Closed gap over all seeds; without a gap there is none to close.
-                "gap_closed": -statistics.fmean(over_none) / gap if gap > 0.003 else math.nan,
+                "gap_closed": -statistics.fmean(over_none) / gap if gap > 0.003 else None,
                 "bf16_share": statistics.fmean(r["bf16_share"] for r in results),
                 "largest_jump": statistics.fmean(r["largest_jump"] for r in results),
                 "diverged": sum(r["diverged"] for r in results),
@@ -373,7 +373,7 @@ def summary(
         ("oracle_gap_closed_finetune_float8", "finetune_float8", "oracle", "gap_closed"),
         ("healthy_bf16_share", "healthy", "product_error", "bf16_share"),
     ):
-        if (setting, arm) in row and not math.isnan(row[setting, arm][column]):
+        if (setting, arm) in row and row[setting, arm][column] is not None:
             figures[key] = row[setting, arm][column]
     figures["worst_vs_none"] = max(r["minus_none"] for r in rows if r["arm"] == "product_error")
     return figures, rows
