@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,12 @@ def machine() -> str:
 
 def detection() -> str:
     """A row for each detector."""
-    figures = load("detection")["figures"]
+    result = load("detection")
+    figures = result["figures"]
     rows = []
-    for suffix, (_, words) in DETECTORS.items():
+    for suffix, (name, words) in DETECTORS.items():
         alarms = "" if suffix == "default" else f"_{suffix}"
+        strong = [row for row in result["rows"] if row["detector"] == name and row["strength"] != "low"]
         rows.append(
             [
                 words,
@@ -82,12 +85,15 @@ def detection() -> str:
                 f"{figures[f'recall3_{suffix}']:.2f}",
                 f"{figures[f'mean_top1_{suffix}']:.2f}",
                 f"{figures[f'top1_{suffix}']:.2f}",
+                f"{statistics.fmean(row['recall3'] for row in strong):.2f}",
+                f"{statistics.fmean(row['top1'] for row in strong):.2f}",
                 f"{figures[f'both_of_two_{suffix}']:.2f}",
                 f"{figures[f'false_alarms_per_1000{alarms}']:.1f}",
                 f"{figures[f'false_alarms_must_not{alarms}']:.0f}",
             ]
         )
     header = ["detector", "recall in 3 steps, mean", "worst", "sick unit first, mean", "worst"]
+    header += ["recall, all kinds", "sick unit first, all kinds"]
     return markdown([*header, "both of two sick units", "false alarms per 1,000", "alarms on must-nots"], rows)
 
 
@@ -104,7 +110,7 @@ def kinds() -> str:
                 f"{kind}, {strength}",
                 f"{default['loss_excess']:+.4f}" + (", a rise" if default["raises_loss"] else ""),
                 *(f"{row[column]:.2f}" for row in (default, plain) for column in ("recall3", "top1")),
-                "-" if default["delay"] is None else f"{default['delay']:.1f}",
+                "-" if math.isnan(default["delay"]) else f"{default['delay']:.1f}",
             ]
         )
     header = ["fault", "training loss, nats", "recall in 3 steps", "sick unit first"]
