@@ -248,3 +248,14 @@ def test_the_device_chooses_the_path(monkeypatch, capability, cuda, triton, kern
     assert blockwise._has_kernels(torch.device("cuda")) == kernels_run
     assert blockwise._cublas_takes_blocks(torch.device("cuda")) == cublas
     assert not blockwise._has_kernels(torch.device("cpu"))
+
+
+def test_a_torchao_without_the_kernels_is_refused_where_they_would_run(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(blockwise, "find_spec", lambda name: None)
+    monkeypatch.setattr(blockwise, "_has_kernels", lambda device: False)
+    assert backends.resolve("float8_blockwise").refuses_device(cuda) is None  # emulated
+    monkeypatch.setattr(blockwise, "_has_kernels", lambda device: True)
+    assert "which this torchao lacks: install 0.18 or later" in backends.resolve("float8_blockwise").refuses_device(
+        cuda
+    )

@@ -13,6 +13,8 @@ Legend: M = rows (batch * sequence), K = in_features, N = out_features; R, C = r
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -48,9 +50,11 @@ class BlockwiseBackend(Backend):
         return _product(_rounded(grad_MN, _BLOCK, 1).t(), _rounded(x_MK, _BLOCK, 1), grad_MN.dtype)
 
     def refuses_device(self, device: torch.device) -> str | None:
-        if device.type in ("cpu", "cuda"):
-            return None
-        return f"{self.name} has no kernel for {device.type}: train on cpu or cuda"
+        if device.type not in ("cpu", "cuda"):
+            return f"{self.name} has no kernel for {device.type}: train on cpu or cuda"
+        if _has_kernels(device) and find_spec("torchao.prototype.blockwise_fp8_training") is None:
+            return f"{self.name} runs torchao's blockwise kernels here, which this torchao lacks: install 0.18 or later"
+        return None
 
     def refuses_layer(self, in_features: int, out_features: int, device_type: str) -> str | None:
         # On a CPU any size may be tried out. On a GPU padding a weight at each call would cost what float8 saves.
