@@ -34,7 +34,7 @@ class Signal:
     """What was measured in one optimizer step."""
 
     norms: Tensor
-    """(U,), float64, CPU: L2 norm of the gradients of each unit's trainable parameters; 0 where there are none."""
+    """(U,), float64, CPU: L2 norm of the gradients of each unit's observed parameters; 0 where there are none."""
     stepping: Tensor
     """(U,), bool: the units that the optimizer owns a parameter of."""
     present: Tensor
@@ -69,7 +69,7 @@ class UnitNorms:
     """Measures the gradient norm of each unit.
 
     Args:
-        units: the units; each is measured through the trainable parameters of its layers.
+        units: the units; each is measured through the trainable parameters of its layers and of their adapters.
         distributed: whether other ranks train the same model, so that product errors are those of all ranks.
     """
 
@@ -112,7 +112,7 @@ class UnitNorms:
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
             unit_of: dict[int, int] = {}
             for index, unit in enumerate(self._units):
-                for parameter in (p for linear in unit.linears.values() for p in linear.parameters()):
+                for parameter in unit.observed:
                     if id(parameter) in owned:  # one shared by two units is measured with the first
                         unit_of.setdefault(id(parameter), index)
             stepping = torch.zeros(len(self._units), dtype=torch.bool, device="cpu")

@@ -3,11 +3,16 @@
 A unit is what recovery moves: one linear layer, or all linear layers of one repeated block. Only a layer that is
 really called as an `nn.Linear` can be moved, so every layer that is not, or that nobody wants in 8 bits, is listed as
 skipped with its reason. Nothing is left out silently.
+
+A layer that PEFT has wrapped is watched through its wrapper: its own weight is frozen and has no gradient, but a fault
+in its products reaches the gradients of the adapters around it. The adapters themselves stay in the base precision:
+one of their sizes is the rank, mostly too small for 8 bits to pay, and they are all that is trained.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -31,16 +36,24 @@ class RecoverableUnit:
     """The layer's fully qualified name, or the block's."""
     linears: dict[str, nn.Linear] = field(repr=False)
     """Its layers by fully qualified name."""
+    wrappers: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    """PEFT's wrappers around these layers, by the layer's name; they hold the adapters, and the layer itself."""
 
     @property
     def fqns(self) -> list[str]:
         """The fully qualified names of its layers."""
         return list(self.linears)
 
+    @property
+    def observed(self) -> list[nn.Parameter]:
+        """The trainable parameters whose gradients it is watched by: of its layers, and of the adapters around them."""
+        modules = [self.wrappers.get(fqn, linear) for fqn, linear in self.linears.items()]
+        return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+
 
 @dataclass(frozen=True)
 class Skipped:
-    """A linear layer that stays as it is, and why."""
+    """A linear layer (or a Conv1D of transformers, which is one) that stays as it is, and why."""
 
     fqn: str
     reason: str
@@ -78,15 +91,17 @@ def cut(
     if granularity not in get_args(Granularity):
         raise ValueError(f"granularity={granularity!r} is not known: write 'linear' or 'block'")
     check_patterns(include, exclude)
-    linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+    modules = dict(model.named_modules())
+    linears = {fqn: module for fqn, module in modules.items() if isinstance(module, nn.Linear)}
+    names = [fqn for fqn, module in modules.items() if fqn in linears or _is_conv1d(module)]
     for pattern in (*(include or ()), *exclude, *(recipes or ())):
-        if not any(fnmatchcase(fqn, pattern) for fqn in linears):
-            near = difflib.get_close_matches(pattern, linears, n=5, cutoff=0.3) or list(linears)[:5]
+        if not any(fnmatchcase(fqn, pattern) for fqn in names):
+            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
             raise ValueError(
                 f"the pattern {pattern!r} matches no linear layer; the nearest names are {', '.join(near) or 'none'}"
             )
 
-    recipe_of = {fqn: first_match(recipes or (), fqn) for fqn in linears}
+    recipe_of = {fqn: first_match(recipes or (), fqn) for fqn in names}
     for pattern in recipes or ():
         if pattern not in recipe_of.values():
             raise ValueError(
@@ -96,13 +111,16 @@ def cut(
 
     never_called = {
         f"{fqn}.out_proj" if fqn else "out_proj"
-        for fqn, module in model.named_modules()
+        for fqn, module in modules.items()
         if isinstance(module, nn.MultiheadAttention)
     }
-    heads = {} if include is not None or recipes is not None else _heads(model, linears)
+    wrappers = {fqn: module for fqn, module in modules.items() if _is_wrapper(module)}
+    peft = {fqn: reason for fqn in names if (reason := _part_of_peft(fqn, wrappers)) is not None}
+    by_name = include is not None or recipes is not None
+    heads = {} if by_name else _heads(model, {fqn: linear for fqn, linear in linears.items() if fqn not in peft})
     taken: dict[str, nn.Linear] = {}
     skipped = []
-    for fqn, linear in linears.items():
+    for fqn in names:
         if any(fnmatchcase(fqn, pattern) for pattern in exclude):
             reason: str | None = "matches exclude"
         elif include is not None and not any(fnmatchcase(fqn, pattern) for pattern in include):
@@ -111,12 +129,16 @@ def cut(
             reason = "matches no recipe's pattern"
         elif fqn in never_called:
             reason = "nn.MultiheadAttention reads its weight and never calls it"
+        elif fqn in peft:
+            reason = peft[fqn]
+        elif fqn not in linears:
+            reason = "a Conv1D of transformers, no nn.Linear: its weight is transposed"
         elif fqn in heads:
             reason = heads[fqn]
         else:
-            reason = _not_plain(linear) or refuses_layer(fqn, linear)
+            reason = _not_plain(linears[fqn]) or refuses_layer(fqn, linears[fqn])
         if reason is None:
-            taken[fqn] = linear
+            taken[fqn] = linears[fqn]
         else:
             skipped.append(Skipped(fqn, reason))
     if not taken:
@@ -128,7 +150,12 @@ def cut(
     for fqn, linear in taken.items():
         name = next((block for block in blocks if fqn.startswith(f"{block}.")), fqn)
         grouped.setdefault(name, {})[fqn] = linear
-    return [RecoverableUnit(name, members) for name, members in grouped.items()], skipped
+    around = {fqn: wrapper for fqn in taken if (wrapper := _outermost_wrapper(fqn, wrappers)) is not None}
+    units = [
+        RecoverableUnit(name, members, {fqn: around[fqn] for fqn in members if fqn in around})
+        for name, members in grouped.items()
+    ]
+    return units, skipped
 
 
 def first_match(patterns: Iterable[str], fqn: str) -> str | None:
@@ -162,6 +189,40 @@ def _not_plain(linear: nn.Linear) -> str | None:
     return None
 
 
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the layer that GPT-2 is made of; `transformers` may not be installed."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether it is PEFT's wrapper of a layer, which is its `base_layer`; `peft` may not be installed."""
+    return hasattr(module, "base_layer") and any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+
+
+def _outermost_wrapper(fqn: str, wrappers: dict[str, nn.Module]) -> nn.Module | None:
+    """The wrapper that `fqn` is the base layer of, and around any others that are."""
+    found = None
+    while fqn.endswith(".base_layer"):
+        fqn = fqn.removesuffix(".base_layer")
+        found = wrappers.get(fqn, found)
+    return found
+
+
+def _part_of_peft(fqn: str, wrappers: dict[str, nn.Module]) -> str | None:
+    """Why the layer called `fqn` stays as it is although it is a linear one: for what it is to PEFT, or None."""
+    around = [wrapper for wrapper in wrappers if fqn.startswith(f"{wrapper}.")]
+    if any(not f"{fqn}.".startswith(f"{wrapper}.base_layer.") for wrapper in around):
+        return "an adapter of PEFT, left in the base precision"
+    if "original_module" in fqn.split("."):
+        return "PEFT trains a copy of it instead"
+    return None
+
+
+def _unwrapped(fqn: str) -> str:
+    """The name that a layer had before PEFT wrapped it or made a copy of it to train."""
+    return re.sub(r"(\.base_layer|\.modules_to_save\.[^.]+)+$", "", fqn)
+
+
 def _heads(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, str]:
     """The output heads with the reason each is taken for one; by position where neither name nor tying tells."""
     # Kept, not only their ids: a parametrized weight is made at each access, and the next one may get its id.
@@ -169,10 +230,14 @@ def _heads(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, str]:
     embeddings = {id(weight) for weight in weights}
     # Hugging Face models say which layer it is.
     getters = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
-    said_so = {id(getter()) for getter in getters if callable(getter)}
+    said_so = [getter() for getter in getters if callable(getter)]
+    said_linears = {id(m) for said in said_so if isinstance(said, nn.Module) for m in said.modules()}
+    # The last layer of a block may be called as a head is: GPT-J's "fc_out".
+    blocks = tuple(f"{block}." for block in _blocks(model))
     heads = {}
     for fqn, linear in linears.items():
-        if id(linear) in said_so or fqn.rpartition(".")[2] in _HEAD_NAMES:
+        named = _unwrapped(fqn).rpartition(".")[2] in _HEAD_NAMES and not fqn.startswith(blocks)
+        if id(linear) in said_linears or named:
             heads[fqn] = "the output head"
         elif id(linear.weight) in embeddings:
             heads[fqn] = "tied to an embedding, so the output head"
