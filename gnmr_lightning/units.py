@@ -46,9 +46,9 @@ class RecoverableUnit:
 
     @property
     def observed(self) -> list[nn.Parameter]:
-        """The trainable parameters whose gradients it is watched by: of its layers, and of the adapters around them."""
+        """The parameters whose gradients it is watched by, where they have one: its layers', and their adapters'."""
         modules = [self.wrappers.get(fqn, linear) for fqn, linear in self.linears.items()]
-        return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+        return [parameter for module in modules for parameter in module.parameters()]
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ def cut(
         for fqn, module in modules.items()
         if isinstance(module, nn.MultiheadAttention)
     }
-    wrappers = {fqn: module for fqn, module in modules.items() if _is_wrapper(module)}
-    peft = {fqn: reason for fqn in names if (reason := _part_of_peft(fqn, wrappers)) is not None}
+    of_peft = {fqn: module for fqn, module in modules.items() if _is_of_peft(module)}
+    wrappers = {fqn: module for fqn, module in of_peft.items() if hasattr(module, "base_layer")}
+    peft = {fqn: reason for fqn in names if (reason := _left_to_peft(fqn, of_peft)) is not None}
     by_name = include is not None or recipes is not None
     heads = {} if by_name else _heads(model, {fqn: linear for fqn, linear in linears.items() if fqn not in peft})
     taken: dict[str, nn.Linear] = {}
@@ -194,9 +195,10 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    """Whether it is PEFT's wrapper of a layer, which is its `base_layer`; `peft` may not be installed."""
-    return hasattr(module, "base_layer") and any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+def _is_of_peft(module: nn.Module) -> bool:
+    """Whether PEFT put it around a layer; `peft` may not be installed."""
+    wraps = hasattr(module, "base_layer") or hasattr(module, "original_module")
+    return wraps and any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
 def _outermost_wrapper(fqn: str, wrappers: dict[str, nn.Module]) -> nn.Module | None:
@@ -208,13 +210,16 @@ def _outermost_wrapper(fqn: str, wrappers: dict[str, nn.Module]) -> nn.Module | 
     return found
 
 
-def _part_of_peft(fqn: str, wrappers: dict[str, nn.Module]) -> str | None:
-    """Why the layer called `fqn` stays as it is although it is a linear one: for what it is to PEFT, or None."""
-    around = [wrapper for wrapper in wrappers if fqn.startswith(f"{wrapper}.")]
-    if any(not f"{fqn}.".startswith(f"{wrapper}.base_layer.") for wrapper in around):
-        return "an adapter of PEFT, left in the base precision"
-    if "original_module" in fqn.split("."):
-        return "PEFT trains a copy of it instead"
+def _left_to_peft(fqn: str, of_peft: dict[str, nn.Module]) -> str | None:
+    """Why the layer called `fqn` stays as it is for what it is to the module of PEFT around it; None if it does not."""
+    for around, module in of_peft.items():
+        if not fqn.startswith(f"{around}."):
+            continue
+        part = fqn.removeprefix(f"{around}.").split(".")[0]
+        if part == "original_module":
+            return "PEFT trains a copy of it instead"
+        if hasattr(module, "base_layer") and part != "base_layer":
+            return "an adapter of PEFT, left in the base precision"
     return None
 
 
@@ -231,13 +236,13 @@ def _heads(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, str]:
     # Hugging Face models say which layer it is.
     getters = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
     said_so = [getter() for getter in getters if callable(getter)]
-    said_linears = {id(m) for said in said_so if isinstance(said, nn.Module) for m in said.modules()}
-    # The last layer of a block may be called as a head is: GPT-J's "fc_out".
-    blocks = tuple(f"{block}." for block in _blocks(model))
+    said = {id(part) for head in said_so if isinstance(head, nn.Module) for part in head.modules()}
+    # A model that says so needs no guess inside its blocks, whose last layer may have such a name: GPT-J's "fc_out".
+    blocks = tuple(f"{block}." for block in _blocks(model)) if said else ()
     heads = {}
     for fqn, linear in linears.items():
         named = _unwrapped(fqn).rpartition(".")[2] in _HEAD_NAMES and not fqn.startswith(blocks)
-        if id(linear) in said_linears or named:
+        if id(linear) in said or named:
             heads[fqn] = "the output head"
         elif id(linear.weight) in embeddings:
             heads[fqn] = "tied to an embedding, so the output head"
