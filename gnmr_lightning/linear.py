@@ -55,7 +55,9 @@ class RecoverableLinear(nn.Linear):
         x_MK = input.reshape(-1, input.shape[-1])
         run = _forward_op if torch.compiler.is_compiling() else _EagerLinear.apply
         probes = self.probes if torch.is_grad_enabled() else self.probes[:0]
-        y_MN, _ = run(x_MK, self.weight, self.bias, self.recovered, self.flops, probes, self.backend)
+        y_MN, probe = run(x_MK, self.weight, self.bias, self.recovered, self.flops, probes, self.backend)
+        if len(probes) and not y_MN.requires_grad:  # frozen, behind a frozen input: no backward will come and take it
+            probes[0].add_(probe)
         return y_MN.view(*input.shape[:-1], y_MN.shape[-1])
 
     def extra_repr(self) -> str:

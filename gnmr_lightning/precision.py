@@ -237,11 +237,16 @@ class GNMRPrecision(Precision):
 
     def _say_what_was_converted(self) -> None:
         layers = sum(len(unit.linears) for unit in self.units)
-        left_out = "; ".join(f"{s.fqn} ({s.reason})" for s in self.skipped[:8])
-        more = f" and {len(self.skipped) - 8} more" if len(self.skipped) > 8 else ""
+        names_of: dict[str, list[str]] = {}
+        for skipped in self.skipped:
+            names_of.setdefault(skipped.reason, []).append(skipped.fqn)
+        left_out = "; ".join(
+            f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''} ({reason})"
+            for reason, names in names_of.items()
+        )
         rank_zero_info(
             f"GNMRPrecision: {layers} linear layers in {len(self.units)} units train in {self.recipe}, "
-            f"at most {self.controller.budget} at once in bf16" + (f"; left out: {left_out}{more}" if left_out else "")
+            f"at most {self.controller.budget} at once in bf16" + (f"; left out: {left_out}" if left_out else "")
         )
 
     # -- switching ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Signal:
     norms: Tensor
     """(U,), float64, CPU: L2 norm of the gradients of each unit's observed parameters; 0 where there are none."""
     stepping: Tensor
-    """(U,), bool: the units that the optimizer owns a parameter of."""
+    """(U,), bool: the units that the optimizer owns a parameter of, and those that the run leaves frozen."""
     present: Tensor
     """(U,), bool: the units that have a gradient in this step."""
     total_norm: float
@@ -69,13 +69,16 @@ class UnitNorms:
     """Measures the gradient norm of each unit.
 
     Args:
-        units: the units; each is measured through the trainable parameters of its layers and of their adapters.
+        units: the units; each is measured through the parameters of its layers and of their adapters that the optimizer
+            owns. One without any to train still has products: its errors are taken by each optimizer that steps.
         distributed: whether other ranks train the same model, so that product errors are those of all ranks.
     """
 
     def __init__(self, units: Sequence[RecoverableUnit], *, distributed: bool = False) -> None:
         self._units = units
         self._distributed = distributed
+        # Of the whole run: Lightning's toggle_optimizer freezes what the other optimizers own, for a step.
+        self._frozen = [i for i, unit in enumerate(units) if not _trains(unit)]
         self._plans: weakref.WeakKeyDictionary[Optimizer, _Plan] = weakref.WeakKeyDictionary()
 
     def measure(self, optimizer: Optimizer) -> Signal:
@@ -116,7 +119,8 @@ class UnitNorms:
                     if id(parameter) in owned:  # one shared by two units is measured with the first
                         unit_of.setdefault(id(parameter), index)
             stepping = torch.zeros(len(self._units), dtype=torch.bool, device="cpu")
-            stepping[list(set(unit_of.values()))] = True
+            frozen = [i for i in self._frozen if not _trains(self._units[i])]  # a finetuning callback may thaw some
+            stepping[[*set(unit_of.values()), *frozen]] = True
             layers: list[RecoverableLinear] = []
             indices: list[int] = []
             for index in stepping.nonzero().flatten().tolist():
@@ -138,6 +142,10 @@ class _Plan:
     stepping_U: Tensor
     layers: list[RecoverableLinear]  # those that probe
     unit_L: Tensor
+
+
+def _trains(unit: RecoverableUnit) -> bool:
+    return any(parameter.requires_grad for parameter in unit.observed)
 
 
 def scale_gradients(signal: Signal, factor: float) -> None:
