@@ -324,3 +324,23 @@ def test_a_layer_used_twice_in_one_step(recipe):
     (layer(y).sum() + y.sum()).backward()
     assert layer.weight.grad.isfinite().all()
     assert layer.flops[LOW] == (2 * 2 + 3 * 2) * 32 * 64 * 64  # the first call needs no gradient of its input
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recovered", [False, True])
+def test_a_frozen_layer_without_a_backward_is_probed_in_its_forward(compiled, recovered):
+    """As the first block's projections are under LoRA: nothing behind them is trained."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 32)  # a recovered layer tries low precision on every other row
+    trained, frozen = (recoverable(nn.Linear(32, 32), "float8_rowwise", recovered) for _ in range(2))
+    frozen.load_state_dict(trained.state_dict())
+    frozen.requires_grad_(False)
+    call = torch.compile(frozen, fullgraph=True, backend="aot_eager") if compiled else frozen
+    with torch.no_grad():
+        call(x)
+    assert not frozen.probes.any()  # as in evaluation, or for a teacher
+    call(x)
+    trained(x).sum().backward()
+    assert frozen.probes[0, 1] > 0
+    assert torch.equal(frozen.probes[0], trained.probes[0])
+    assert not frozen.probes[1:].any()

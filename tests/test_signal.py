@@ -105,6 +105,31 @@ def test_each_optimizer_steps_its_own_units(model):
     assert norms.measure(first).norms[1].item() == pytest.approx(oracle(model["b"].weight.grad))
 
 
+def test_a_unit_that_the_run_leaves_frozen_steps_with_every_optimizer(model):
+    """It has no norm, but its products have errors; LoRA leaves most layers so."""
+    model["b"].requires_grad_(False)
+    model["b"].weight.grad = None
+    norms = unit_norms(model)
+    optimizers = [torch.optim.SGD(model[name].parameters(), 0.1) for name in ("a", "rest")]
+    signals = [norms.measure(optimizer) for optimizer in optimizers]
+    assert [s.stepping.tolist() for s in signals] == [[True, True], [False, True]]
+    assert [s.present.tolist() for s in signals] == [[True, False], [False, False]]
+    # thawed by a finetuning callback, it is its optimizer's alone
+    model["b"].requires_grad_(True)
+    optimizers[0].add_param_group({"params": list(model["b"].parameters())})
+    assert norms.measure(optimizers[0]).stepping.tolist() == [True, True]
+    assert norms.measure(torch.optim.SGD(model["rest"].parameters(), 0.1)).stepping.tolist() == [False, False]
+
+
+def test_what_is_frozen_for_a_step_alone_is_not_frozen(model):
+    """As Lightning's toggle_optimizer freezes what the other optimizers own; the plan is made in such a step."""
+    norms = unit_norms(model)
+    optimizers = [torch.optim.SGD(model[name].parameters(), 0.1) for name in ("a", "b")]
+    model["b"].requires_grad_(False)
+    assert norms.measure(optimizers[0]).stepping.tolist() == [True, False]
+    assert norms.measure(optimizers[1]).stepping.tolist() == [False, True]
+
+
 def test_no_gradient_at_all(model):
     model.zero_grad()
     signal = unit_norms(model).measure(torch.optim.SGD(model.parameters(), 0.1))
