@@ -50,7 +50,7 @@ def causal(config):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def texts(n: int = 5) -> DataLoader:
+def texts(n: int = 4) -> DataLoader:
     """Sequences that count upwards, from a random token on."""
     start = torch.randint(VOCAB, (n * B, 1), generator=torch.Generator().manual_seed(1))
     return DataLoader((start + torch.arange(T)) % VOCAB, B)
@@ -104,7 +104,7 @@ def check_saved(model, folder):
 def bf16_losses(name):
     module, losses = CausalLM(causal(CAUSAL[name]), lr=3e-3, warmup=0), Losses()
     trainer(precision="bf16-mixed", callbacks=[losses]).fit(module, texts())
-    assert losses.seen[-1] < losses.seen[0] - 0.1
+    assert losses.seen[-1] < losses.seen[0] - 0.05
     return losses.seen
 
 

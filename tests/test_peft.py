@@ -17,7 +17,7 @@ from test_huggingface import CAUSAL, SIZES, VOCAB, Losses, causal, kinds, texts,
 from torch import nn
 
 from examples.causal_lm import CausalLM
-from gnmr_lightning import GNMRConfig, GNMRPrecision, backends
+from gnmr_lightning import GNMRCallback, GNMRConfig, GNMRPrecision, backends
 from gnmr_lightning.backends import RECIPES
 from gnmr_lightning.linear import RecoverableLinear
 from gnmr_lightning.units import cut
@@ -138,7 +138,7 @@ class Sick(pl.Callback):
         self.recovered.append([fqn for fqn, linear in linears if linear.recovered])
 
 
-@pytest.mark.parametrize("value", [3.0, math.nan])
+@pytest.mark.parametrize(("value", "checkpointing"), [(3.0, False), (math.nan, True)])
 @pytest.mark.parametrize(
     "fqn",
     [
@@ -148,7 +148,6 @@ class Sick(pl.Callback):
         f"{LAYERS}.0.self_attn.k_proj",
     ],
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_frozen_layer_that_falls_sick_is_the_one_that_recovers(fqn, value, checkpointing):
     control = GNMRConfig(method="product_error", warmup_steps=2, lock_interval=2, max_o=1)
     model, sick = lora(), Sick(fqn, 4, value)
@@ -166,6 +165,52 @@ def test_a_block_is_watched_through_all_of_its_adapters():
         assert len(unit.fqns) == 7
         assert len([p for p in unit.observed if p.requires_grad]) == 6
     assert len(skipped) == 13
+
+
+def test_without_the_plugin_the_callback_observes_the_adapters():
+    observing = trainer(precision="bf16-mixed", callbacks=[GNMRCallback(per_unit=True)])
+    observing.fit(CausalLM(lora()), texts(3))
+    ratios = {k.split("/")[-1]: v.item() for k, v in observing.callback_metrics.items() if "/unit/" in k}
+    assert len(ratios) == 14
+    for name, ratio in ratios.items():
+        assert (ratio == 1) == (not name.endswith(".base_layer")), name  # 1 says that there is no evidence
+
+
+def test_compiled_it_is_one_graph_with_the_same_losses():
+    def run(compiled):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = lora(causal(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})))
+        module, losses, signals = CausalLM(model), Losses(), Signals()
+        if compiled:
+            module.model.forward = torch.compile(module.model.forward, backend="aot_eager")
+        trainer(GNMRPrecision("float8_rowwise"), callbacks=[losses, signals]).fit(module, texts(3))
+        return losses.seen, [signal.errors for signal, _ in signals.seen]
+
+    eager, compiled = run(False), run(True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert compiled[0] == eager[0]
+    for ours, theirs in zip(compiled[1], eager[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "observed"),
+    [
+        (peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), 2),
+        (peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]), 4),
+        (peft.LoHaConfig(r=2, target_modules=["q_proj"]), 2),
+        (peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_adapters_are_watched_alike(config, observed):
+    model, signals = peft.get_peft_model(causal(CAUSAL["Llama"]), config), Signals()
+    trainer(GNMRPrecision("float8_rowwise"), callbacks=[signals]).fit(CausalLM(model), texts(2))
+    signal, _ = signals.seen[-1]
+    assert signal.stepping.all()
+    assert signal.present.sum() == observed
+    assert ((signal.errors[:, 0] > 1e-3) & (signal.errors[:, 0] < 0.1)).all()
 
 
 # -- which layers ----------------------------------------------------------------------------------------------------
