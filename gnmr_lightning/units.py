@@ -116,7 +116,7 @@ def cut(
     }
     of_peft = {fqn: module for fqn, module in modules.items() if _is_of_peft(module)}
     wrappers = {fqn: module for fqn, module in of_peft.items() if hasattr(module, "base_layer")}
-    peft = {fqn: reason for fqn in names if (reason := _left_to_peft(fqn, of_peft)) is not None}
+    peft = {fqn: why for fqn in names if (why := _left_to_peft(fqn, of_peft)) is not None}
     by_name = include is not None or recipes is not None
     heads = {} if by_name else _heads(model, {fqn: linear for fqn, linear in linears.items() if fqn not in peft})
     taken: dict[str, nn.Linear] = {}
