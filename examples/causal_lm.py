@@ -30,7 +30,8 @@ class CausalLM(L.LightningModule):
     be predicted. A tensor of tokens (B, T) is short for a batch whose labels are its input.
 
     Args:
-        model: a causal LM of `transformers`, or a PEFT model around one; parameters that are frozen stay so.
+        model: a causal LM of `transformers`, or a PEFT model around one; parameters that are frozen stay so. None for
+            a subclass that hands it to `take` in `configure_model`.
         lr: AdamW's learning rate after warm-up.
         weight_decay: of the parameters with two or more dimensions; the others have none.
         warmup: optimizer steps in which the learning rate rises linearly; constant from there on.
@@ -42,18 +43,29 @@ class CausalLM(L.LightningModule):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         lr: float = 1e-4,
         weight_decay: float = 0.0,
         warmup: int = 20,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        self.lr, self.weight_decay, self.warmup = lr, weight_decay, warmup
+        self.gradient_checkpointing = gradient_checkpointing
+        self.model: Any = None
+        if model is not None:
+            self.take(model)
+
+    def take(self, model: nn.Module) -> None:
+        """Makes `model` the one that is trained.
+
+        Raises:
+            ValueError: no parameter of the model can be trained.
+        """
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError("every parameter of the model is frozen: leave some trainable, or add adapters with PEFT")
-        self.model: Any = model.train()
-        self.lr, self.weight_decay, self.warmup = lr, weight_decay, warmup
-        if gradient_checkpointing:
+        self.model = model.train()
+        if self.gradient_checkpointing:
             # Renamed in transformers 5. The reentrant kind gives a block no gradient where its input needs none, as
             # behind a frozen embedding.
             renamed = hasattr(model, "activation_checkpointing_enable")
