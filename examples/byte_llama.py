@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from examples.byte_gpt import SourceCode
-from examples.causal_lm import CausalLM
+from examples.causal_lm import CausalLM, quiet_torchao
 
 END_OF_TEXT = 256
 """The one token that is not a byte."""
@@ -112,6 +112,7 @@ def pretrained_byte_model(settings: Pretraining | None = None, cache: Path | Non
 
 
 def _train(settings: Pretraining, data: SourceCode) -> tuple[CausalLM, float]:
+    quiet_torchao()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     L.seed_everything(settings.seed, verbose=False)

@@ -21,6 +21,8 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from gnmr_lightning import backends
+
 
 class CausalLM(L.LightningModule):
     """Trains a `transformers` causal LM on its own loss; logs `train_loss`, `val_loss` and `test_loss` (nats a token).
@@ -116,3 +118,8 @@ class CausalLM(L.LightningModule):
 
 def _named(batch: dict[str, Tensor] | Tensor) -> dict[str, Tensor]:
     return {"input_ids": batch, "labels": batch} if isinstance(batch, Tensor) else batch
+
+
+def quiet_torchao() -> None:
+    """Imports torchao without what it prints on a machine without a GPU; `transformers` imports it with all of that."""
+    backends.resolve("int8")

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from examples.byte_llama import QUICK, pretrained_byte_model
-from examples.causal_lm import CausalLM
+from examples.causal_lm import CausalLM, quiet_torchao
 from gnmr_lightning import GNMRCallback, GNMRPrecision
 from gnmr_lightning.__main__ import main as command_line
 
@@ -75,6 +75,7 @@ class FineTune(CausalLM):
 
     def configure_model(self) -> None:
         if self.model is None:
+            quiet_torchao()
             sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
             self.take(self._sharded() if sharded else self._whole())
 

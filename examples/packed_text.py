@@ -24,6 +24,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from examples.causal_lm import quiet_torchao
 from examples.docstrings import docstrings
 
 IGNORED = -100
@@ -57,7 +58,9 @@ def read_documents(path: str | Path) -> list[Document]:
         try:
             return [Document(path.read_text(encoding="utf-8"))]
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error}): give a .jsonl file, a text file or a folder") from None
+            raise ValueError(
+                f"{path} is not UTF-8 text ({error}): give a .jsonl file, a text file or a folder"
+            ) from None
     found = []
     for inside in sorted(path.rglob("*")):
         hidden = any(part.startswith(".") for part in inside.relative_to(path).parts)
@@ -271,6 +274,7 @@ class PackedText(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         if self._rows is not None:
             return
+        quiet_torchao()
         from transformers import AutoTokenizer  # slow to import, and not needed to read the arguments
 
         source = self.tokenizer

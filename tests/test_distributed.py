@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,14 @@ SPIKES = ["ddp-int8", "fsdp2-int8", "fsdp2-float8_rowwise"]
 UNITS = ["net.0", "net.2", "net.4"]
 
 
-def run_ranks(folder: Path) -> None:
-    """Runs the worker as ranks 0 and 1; whatever happens, neither is left behind."""
+def run_ranks(folder: Path, command: Sequence[str]) -> None:
+    """Runs `python ... command` as ranks 0 and 1; whatever happens, neither is left behind. Their logs are in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-    env = os.environ | common | {"PYTHONPATH": str(WORKER.parent), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(map(str, (WORKER.parent, WORKER.parent.parent)))
+    env = os.environ | common | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     logs = [folder / f"{rank}.log" for rank in (0, 1)]
     ranks: list[subprocess.Popen] = []
     try:
@@ -33,7 +35,7 @@ def run_ranks(folder: Path) -> None:
             with log.open("w") as out:
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, "-W", "ignore", str(WORKER), str(folder)],
+                        [sys.executable, "-W", "ignore", *command],
                         env=env | {"LOCAL_RANK": str(rank)},
                         stdout=out,
                         stderr=subprocess.STDOUT,
@@ -60,7 +62,7 @@ def run_ranks(folder: Path) -> None:
 def runs(tmp_path_factory):
     """Scenario -> what each of its two ranks saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(folder)
+    run_ranks(folder, [str(WORKER), str(folder)])
     found = {s: [torch.load(folder / f"{s}-{rank}.pt", weights_only=True) for rank in (0, 1)] for s in SCENARIOS}
     assert all([r["rank"] for r in ranks] == [0, 1] and {r["world"] for r in ranks} == {2} for ranks in found.values())
     return found
