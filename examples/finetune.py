@@ -190,8 +190,9 @@ def _recovery(trainer: L.Trainer) -> dict[str, Any]:
     totals = next(callback for callback in callbacks if isinstance(callback, GNMRCallback)).totals()
     return {
         "recipe": plugin.backend.name,
-        "bf16_share": totals["bf16_share"],
-        "interventions": totals["interventions"],
+        # None where a resumed run had no step left to do.
+        "bf16_share": totals.get("bf16_share"),
+        "interventions": totals.get("interventions"),
     }
 
 

@@ -206,7 +206,7 @@ class Batches:
         return self.batches if self.most is None else min(self.most, self.batches)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        # A generator, so that `first` is asked with the first batch: Lightning makes an iterator before, to see if it can.
+        # A generator, so that `first` is asked with the first batch: Lightning makes an iterator before, to try it.
         for number in count(self.first()) if self.seed is not None else range(len(self)):
             yield self.batch(number)
 

@@ -21,7 +21,7 @@ UNITS = ["net.0", "net.2", "net.4"]
 
 
 def run_ranks(folder: Path, command: Sequence[str]) -> None:
-    """Runs `python ... command` as ranks 0 and 1; whatever happens, neither is left behind. Their logs are in `folder`."""
+    """Runs `python command` as ranks 0 and 1, logs in `folder`; whatever happens, neither is left behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -80,6 +80,8 @@ def same(a, b) -> bool:
         return torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
     return a == b
 
 
