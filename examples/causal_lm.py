@@ -121,5 +121,6 @@ def _named(batch: dict[str, Tensor] | Tensor) -> dict[str, Tensor]:
 
 
 def quiet_torchao() -> None:
-    """Imports torchao without what it prints on a machine without a GPU; `transformers` imports it with all of that."""
-    backends.resolve("int8")
+    """Imports what `transformers` needs for a model, without what torchao prints on a machine without a GPU."""
+    with backends._quiet_on_cpu():
+        import transformers.modeling_utils  # noqa: F401

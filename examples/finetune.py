@@ -60,7 +60,7 @@ class FineTune(CausalLM):
         self,
         source: str,
         lora_rank: int = 0,
-        lora_alpha: float | None = None,
+        lora_alpha: int | None = None,
         lora_targets: list[str] | None = None,
         lr: float = 1e-4,
         weight_decay: float = 0.0,
@@ -100,6 +100,7 @@ class FineTune(CausalLM):
     def _sharded(self) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        assert self.device_mesh is not None  # ModelParallelStrategy makes one
         device, mesh = self.trainer.strategy.root_device, self.device_mesh["data_parallel"]
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(self.source)

@@ -277,7 +277,7 @@ class PackedText(L.LightningDataModule):
         quiet_torchao()
         from transformers import AutoTokenizer  # slow to import, and not needed to read the arguments
 
-        source = self.tokenizer
+        source: Any = self.tokenizer
         if source is None:
             if self.trainer is None:
                 raise ValueError("tokenizer=None takes the model's, and there is no Trainer yet: name a tokenizer")
