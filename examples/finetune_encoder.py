@@ -125,7 +125,7 @@ class Classifier(L.LightningModule):
         steps: how many optimizer steps the run has.
     """
 
-    def __init__(self, source: str, classes: int, lr: float = 2e-4, steps: int = 100) -> None:
+    def __init__(self, source: str, classes: int, lr: float, steps: int) -> None:
         super().__init__()
         quiet_torchao()
         from transformers import AutoModelForSequenceClassification
@@ -155,7 +155,7 @@ class Classifier(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": shape, "interval": "step"}}
 
 
-def tune(arm: str, seed: int, task: DocstringTask, source: str, steps: int) -> dict[str, Any]:
+def tune(arm: str, seed: int, task: DocstringTask, source: str, steps: int, lr: float) -> dict[str, Any]:
     """Fine-tunes in one precision and evaluates the plain model that comes of it.
 
     Returns:
@@ -163,7 +163,7 @@ def tune(arm: str, seed: int, task: DocstringTask, source: str, steps: int) -> d
         `interventions`; the last two are None for bf16.
     """
     L.seed_everything(seed, verbose=False)
-    module = Classifier(source, len(task.packages), steps=steps)
+    module = Classifier(source, len(task.packages), lr, steps)
     task.seed = seed
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     watch = GNMRCallback()
@@ -220,6 +220,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--per-package", type=int, default=400, help="the most docstrings of one package")
     args = parser.parse_args(given)
     quiet_torchao()
@@ -233,7 +234,7 @@ def main(given: Sequence[str] | None = None) -> None:
     path = OUT / "summary.json"
     for seed in range(1, args.seeds + 1):
         for arm in args.arms:
-            rows.append(tune(arm, seed, task, source, args.steps))
+            rows.append(tune(arm, seed, task, source, args.steps, args.lr))
             # Written after each run, so that a long comparison that is stopped is not lost.
             path.write_text(json.dumps({"source": source, "steps": args.steps, "rows": rows}, indent=2) + "\n")
             print(f"seed {seed}, {arm}: accuracy {rows[-1]['accuracy']:.4f}")
