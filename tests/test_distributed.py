@@ -20,7 +20,7 @@ SPIKES = ["ddp-int8", "fsdp2-int8", "fsdp2-float8_rowwise"]
 UNITS = ["net.0", "net.2", "net.4"]
 
 
-def run_ranks(folder: Path, command: Sequence[str]) -> None:
+def run_ranks(folder: Path, command: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
     """Runs `python command` as ranks 0 and 1, logs in `folder`; whatever happens, neither is left behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -42,7 +42,7 @@ def run_ranks(folder: Path, command: Sequence[str]) -> None:
                         start_new_session=True,
                     )
                 )
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         # One that fails leaves the other waiting in a collective, so the first failure ends both.
         while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
             if time.monotonic() > deadline:
@@ -55,7 +55,7 @@ def run_ranks(folder: Path, command: Sequence[str]) -> None:
                 os.killpg(p.pid, signal.SIGKILL)
             p.wait()
     tails = "\n".join(f"-- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
-    assert codes == [0, 0], f"exit codes {codes} within {TIMEOUT_S} s\n{tails}"
+    assert codes == [0, 0], f"exit codes {codes} within {timeout_s} s\n{tails}"
 
 
 @pytest.fixture(scope="module")

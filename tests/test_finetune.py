@@ -116,7 +116,15 @@ def test_a_bf16_run_and_one_without_recovery(tiny: Path) -> None:
     assert (silent["interventions"], silent["bf16_share"]) == (0, 0.0)
 
 
-def test_the_commands_arguments_are_the_clis(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_without_a_model_the_pretrained_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.finetune.pretrained_byte_model", lambda settings: Path(f"made/{settings}"))
+    assert arguments([])[3:] == ["--model.source=made/None"]
+    quick = arguments(["--quick"])
+    assert quick[3] == f"--model.source=made/{byte_llama.QUICK}"
+    assert "--trainer.max_steps=10" in quick
+
+
+def test_the_commands_arguments_are_the_clis(capsys: pytest.CaptureFixture) -> None:
     own = ["--model", "hub/id", "--data", str(TEXT), "--lora", "8", "--recipe", "int8", "--no-gnmr"]
     head, *rest = arguments([*own, "--trainer.devices=2"])
     assert head == "fit"
@@ -160,7 +168,7 @@ def test_llama2s_config_shards_a_tiny_model_over_two_processes_and_resumes(tiny:
     runs = [args("whole", 4), args("half", 2), args("half", 4, "--ckpt_path=runs/llama2_13b/last.ckpt")]
     runs.append(args("lora", 4, "--model.lora_rank=4"))
     code = "import json, sys\nfrom gnmr_lightning.__main__ import main\nfor args in json.loads(sys.argv[1]): main(args)"
-    run_ranks(tmp_path, ["-c", code, json.dumps(runs)])
+    run_ranks(tmp_path, ["-c", code, json.dumps(runs)], timeout_s=150)
     whole, half, lora = (json.loads(Path(name, "summary.json").read_text()) for name in ("whole", "half", "lora"))
     assert half == whole
     single = _finetune(tiny, 4, "--data.batch_size=4")
