@@ -77,7 +77,7 @@ class DocstringTask(L.LightningDataModule):
         tokenizer: str,
         packages: Sequence[str] = PACKAGES,
         per_package: int = 400,
-        max_tokens: int = 48,
+        max_tokens: int = 32,
         batch_size: int = 16,
         seed: int = 0,
     ) -> None:
