@@ -203,7 +203,7 @@ def arguments(given: Sequence[str]) -> list[str]:
         prog="python -m examples.finetune",
         description="Fine-tunes a causal LM with GNMRPrecision.",
         epilog="Further arguments go to `python -m gnmr_lightning fit`, for instance --trainer.max_steps=1000, "
-        "--model.lr=1e-5, --data.seq_len=512 or --trainer.plugins.control.threshold=3.",
+        "--model.lr=1e-5, --data.seq_len=512 or --trainer.plugins.control.error_threshold=4.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="ID|FOLDER", help="of transformers; default: a small byte model, made once")
