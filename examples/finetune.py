@@ -14,6 +14,7 @@ the weights that rank 0 alone has read: no process but that one ever holds a who
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import sys
@@ -85,6 +86,11 @@ class FineTune(CausalLM):
         return self._adapted(AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.get_default_dtype()))
 
     def _adapted(self, model: nn.Module) -> nn.Module:
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise ValueError(
+                f"{type(model).__name__} takes no position_ids, which tell packed documents apart: take a model that "
+                "does, as Llama, Qwen, Mistral and GPT-NeoX do"
+            )
         if not self.lora_rank:
             return model
         from peft import LoraConfig, get_peft_model
@@ -136,6 +142,9 @@ class Perplexity(L.Callback):
 
     Args:
         out: folder of both.
+
+    Raises:
+        ValueError: in `setup`: the model that is tuned lies where the tuned one is to go.
     """
 
     def __init__(self, out: str = "runs/finetune") -> None:
@@ -148,6 +157,15 @@ class Perplexity(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seen = dict(state_dict["seen"])
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        source = getattr(pl_module, "source", None)
+        if source is not None and Path(source).resolve() == self._folder.resolve():
+            raise ValueError(f"the model {source} is where this run's would go: move it away, or set another `out`")
+
+    @property
+    def _folder(self) -> Path:
+        return self.out / "model"
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loss = trainer.callback_metrics.get("val_loss")
@@ -172,7 +190,10 @@ class Perplexity(L.Callback):
             return
         from transformers import AutoTokenizer
 
-        folder = self.out / "model"
+        folder = self._folder
+        # An earlier run's adapters would be loaded with this one's model, or the other way round.
+        for stale in [*folder.glob("adapter_*"), *folder.glob("*.safetensors*"), folder / "config.json"]:
+            stale.unlink(missing_ok=True)
         pl_module.model.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(pl_module.source).save_pretrained(folder)
         summary = {"source": pl_module.source, "steps": trainer.global_step, **_recovery(trainer)}

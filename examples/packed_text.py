@@ -52,7 +52,8 @@ def read_documents(path: str | Path) -> list[Document]:
     if not path.exists():
         raise FileNotFoundError(f"data={str(path)!r} does not exist: give a .jsonl file, a text file or a folder")
     if path.suffix == ".jsonl":
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a string of JSON may hold line separators of Unicode as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
         return [_from_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if path.is_file():
         try:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from test_distributed import run_ranks, same
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from examples import byte_llama
 from examples.byte_llama import END_OF_TEXT, Pretraining, byte_tokenizer, pretrained_byte_model
@@ -103,6 +110,15 @@ def test_lora_trains_adapters_alone_and_leaves_them_for_peft(tiny: Path) -> None
     assert tuned == pytest.approx(summary["perplexity"]["4"], rel=0.02)
     assert tuned < 0.99 * summary["perplexity"]["0"]
 
+    # A full run into the same folder: no adapters are left in it, which would be loaded in place of the model.
+    full = _finetune(tiny, 2)
+    assert not list(Path("runs/finetune/model").glob("adapter_*"))
+    model = AutoModelForCausalLM.from_pretrained("runs/finetune/model").eval()
+    with torch.no_grad():
+        assert _perplexity(model, tiny) == pytest.approx(full["perplexity"]["2"], rel=0.02)
+    with pytest.raises(ValueError, match="the model runs/finetune/model is where this run's would go: move it away"):
+        _finetune(Path("runs/finetune/model"), 2)
+
 
 def test_a_bf16_run_and_one_without_recovery(tiny: Path) -> None:
     bf16 = _finetune(tiny, 2, "--recipe", "bf16")
@@ -151,6 +167,13 @@ def test_a_negative_rank_and_a_frozen_model_are_refused(tiny: Path) -> None:
         FineTune("hub/id", lora_rank=-1)
     with pytest.raises(ValueError, match="every parameter of the model is frozen: leave some trainable, or add"):
         CausalLM(AutoModelForCausalLM.from_pretrained(tiny).requires_grad_(False))
+
+
+def test_a_model_that_cannot_tell_packed_documents_apart_is_refused(tmp_path: Path) -> None:
+    BloomForCausalLM(BloomConfig(vocab_size=272, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "b")
+    byte_tokenizer().save_pretrained(tmp_path / "b")
+    with pytest.raises(ValueError, match="BloomForCausalLM takes no position_ids, which tell packed documents apart"):
+        _finetune(tmp_path / "b", 2)
 
 
 # -- sharded ---------------------------------------------------------------------------------------------------------

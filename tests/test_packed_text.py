@@ -22,14 +22,15 @@ def _rows(number: int) -> Rows:
 
 
 def test_jsonl_text_and_folders_are_documents(tmp_path: Path) -> None:
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"prompt": "q", "completion": "a", "more": 1}\n')
+    lines = '{"text": "one\u2028and\x85on"}\r\n\n{"prompt": "q", "completion": "a", "more": 1}\n'
+    (tmp_path / "b.jsonl").write_bytes(lines.encode())
     (tmp_path / "a.txt").write_text("whole file\n")
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "c.md").write_text("naïve")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (tmp_path / ".hidden").write_text("x")
-    of_jsonl = [Document("one"), Document("a", "q")]
+    of_jsonl = [Document("one\u2028and\x85on"), Document("a", "q")]
     assert read_documents(tmp_path / "b.jsonl") == of_jsonl
     assert read_documents(tmp_path) == [Document("whole file\n"), *of_jsonl, Document("naïve")]
 
