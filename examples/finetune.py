@@ -176,7 +176,8 @@ class Perplexity(L.Callback):
         if trainer.is_global_zero:
             line = f"step {trainer.global_step}: validation perplexity {perplexity:.4g}"
             bar = trainer.progress_bar_callback
-            print(line) if bar is None else bar.print(line)
+            # The bar of the validation before the first step is closed by now, and would print nothing.
+            print(line) if bar is None or trainer.sanity_checking else bar.print(line)
         for logger in trainer.loggers:
             logger.log_metrics({"val_perplexity": perplexity}, step=trainer.global_step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,12 @@ def _perplexity(model: Any, tokenizer: Path, batch_size: int = 2) -> float:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_and_leaves_a_plain_model(tiny: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_and_leaves_a_plain_model(
+    tiny: Path, capsys: pytest.CaptureFixture
+) -> None:
     whole = _finetune(tiny, 6)
+    said = re.findall(r"step (\d): validation perplexity ([\d.]+)", capsys.readouterr().out)
+    assert said == [(step, f"{perplexity:.4g}") for step, perplexity in whole["perplexity"].items()]
     last = torch.load("runs/finetune/last.ckpt", weights_only=True)
     _finetune(tiny, 4)
     assert torch.load("runs/finetune/last.ckpt", weights_only=True)["global_step"] == 4
