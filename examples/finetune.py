@@ -255,7 +255,8 @@ def arguments(given: Sequence[str]) -> list[str]:
     elif own.recipe is not None:
         result.append(f"--trainer.plugins.recipe={own.recipe}")
     if own.no_gnmr:
-        result.append("--trainer.plugins.control.warmup_steps=1000000000")  # a controller that only looks on
+        # A controller that only looks on, with the method that measures nothing in the layers.
+        result += ["--trainer.plugins.control.method=gnmr", "--trainer.plugins.control.warmup_steps=1000000000"]
     if own.resume:
         result.append(f"--ckpt_path={CHECKPOINT}")
     return [*result, *further]

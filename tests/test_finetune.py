@@ -154,6 +154,7 @@ def test_the_commands_arguments_are_the_clis(capsys: pytest.CaptureFixture) -> N
         f"--data.data={TEXT}",
         "--model.lora_rank=8",
         "--trainer.plugins.recipe=int8",
+        "--trainer.plugins.control.method=gnmr",
         "--trainer.plugins.control.warmup_steps=1000000000",
         "--trainer.devices=2",
     ]
