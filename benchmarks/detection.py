@@ -110,6 +110,11 @@ def row(kind: str, strength: int, episodes: Scored, limit: float) -> dict[str, f
     }
 
 
+def suffix_of(detector: str) -> str:
+    """What the keys of a detector's figures end in."""
+    return {"product_error": "default", "gnmr": "plain"}.get(detector, detector)
+
+
 def main() -> None:
     args = arguments("detection", __doc__.splitlines()[0])
     torch.set_num_threads(1)
@@ -139,7 +144,7 @@ def main() -> None:
                 harms = {"loss_excess": excess, "raises_loss": harmful}
                 rows.append({**about, **harms, **row(kind, strength, episodes, limit), "limit": limit})
         judged = [r for r in rows if r["detector"] == name and r["raises_loss"] and r["strength"] != "low"]
-        suffix = {"product_error": "default", "gnmr": "plain"}.get(name, name)
+        suffix = suffix_of(name)
         if judged:
             figures[f"recall3_{suffix}"] = min(r["recall3"] for r in judged)
             figures[f"top1_{suffix}"] = min(r["top1"] for r in judged)

@@ -10,28 +10,32 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from .detection import suffix_of
+from .quality import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "pictures"
 
 DETECTORS = {
-    "default": ("product_error", "**product_error (shipped)**"),
-    "plain": ("gnmr", "plain GNMR"),
-    "gnmr_delta": ("gnmr_delta", "GNMR with Delta-GNMR"),
-    "two_sided": ("two_sided", "two-sided"),
-    "common_mode": ("common_mode", "two-sided, common mode removed"),
-    "standardised": ("standardised", "standardised"),
-    "gain": ("gain", "local gain"),
-    "gain_standardised": ("gain_standardised", "local gain, standardised"),
-    "error_alone": ("error_alone", "product error without history"),
-    "zclip": ("zclip", "global norm z-score"),
-    "loss_spike": ("loss_spike", "loss spike"),
-    "random": ("random", "random"),
+    "product_error": "**product_error (shipped)**",
+    "gnmr": "plain GNMR",
+    "gnmr_delta": "GNMR with Delta-GNMR",
+    "two_sided": "two-sided",
+    "common_mode": "two-sided, common mode removed",
+    "standardised": "standardised",
+    "gain": "local gain",
+    "gain_standardised": "local gain, standardised",
+    "error_alone": "product error without history",
+    "zclip": "global norm z-score",
+    "loss_spike": "loss spike",
+    "random": "random",
 }
-"""By the suffix of their figures: name in the rows, and in words."""
+"""In words."""
 
 ARMS = {
     "bf16": "bf16",
@@ -47,6 +51,7 @@ ARMS = {
 }
 
 
+@cache
 def load(name: str) -> dict[str, Any]:
     """A benchmark's committed result."""
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
@@ -75,7 +80,8 @@ def detection() -> str:
     result = load("detection")
     figures = result["figures"]
     rows = []
-    for suffix, (name, words) in DETECTORS.items():
+    for name, words in DETECTORS.items():
+        suffix = suffix_of(name)
         alarms = "" if suffix == "default" else f"_{suffix}"
         strong = [row for row in result["rows"] if row["detector"] == name and row["strength"] != "low"]
         rows.append(
@@ -117,47 +123,33 @@ def kinds() -> str:
     return markdown([*header, "the same, plain", "the same, plain", "delay, steps"], rows)
 
 
-def setting(name: str) -> Callable[[], str]:
+def setting(name: str) -> str:
     """A row for each arm of one setting of the quality benchmark."""
-
-    def table() -> str:
-        rows = []
-        for row in load("quality")["rows"]:
-            if row["setting"] == name:
-                static = row["static_set"]
-                closed = row["gap_closed"]
-                rows.append(
-                    [
-                        ARMS[row["arm"]] + (f" {static}" if static else ""),
-                        f"{row['loss']:.4f} ± {row['loss_sd']:.4f}",
-                        f"{row['minus_none']:+.4f} ± {row['minus_none_sd']:.4f}",
-                        "-" if closed is None else f"{closed:.0%}",
-                        f"{row['bf16_share']:.2%}",
-                        str(row["diverged"]),
-                        f"{row['largest_jump']:.2f}",
-                    ]
-                )
-        header = ["arm", "validation loss", "minus no control", "gap closed", "FLOPs in bf16", "diverged"]
-        return markdown([*header, "largest jump of the loss"], rows)
-
-    return table
+    rows = []
+    for row in load("quality")["rows"]:
+        if row["setting"] == name:
+            static = row["static_set"]
+            closed = row["gap_closed"]
+            rows.append(
+                [
+                    ARMS[row["arm"]] + (f" {static}" if static else ""),
+                    f"{row['loss']:.4f} ± {row['loss_sd']:.4f}",
+                    f"{row['minus_none']:+.4f} ± {row['minus_none_sd']:.4f}",
+                    "-" if closed is None else f"{closed:.0%}",
+                    f"{row['bf16_share']:.2%}",
+                    str(row["diverged"]),
+                    f"{row['largest_jump']:.2f}",
+                ]
+            )
+    header = ["arm", "validation loss", "minus no control", "gap closed", "FLOPs in bf16", "diverged"]
+    return markdown([*header, "largest jump of the loss"], rows)
 
 
-SETTINGS = (
-    "stress",
-    "stress_4bit",
-    "coarse",
-    "blockwise",
-    "finetune_int8",
-    "finetune_float8",
-    "healthy",
-    "healthy_finetune",
-)
 TABLES: dict[str, Callable[[], str]] = {
     "machine": machine,
     "detection": detection,
     "kinds": kinds,
-    **{name: setting(name) for name in SETTINGS},
+    **{name: partial(setting, name) for name in SETTINGS},
 }
 
 
@@ -187,7 +179,8 @@ def pictures() -> None:
 
     figures = load("detection")["figures"]
     fig, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for suffix, (name, _) in DETECTORS.items():
+    for name in DETECTORS:
+        suffix = suffix_of(name)
         x, y = figures[f"mean_recall3_{suffix}"], figures[f"mean_top1_{suffix}"]
         axes.scatter(x, y, color="C3" if suffix == "default" else "C0")
         axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", rotation=20, fontsize=7)

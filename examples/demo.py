@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from examples.common import callback_of, recovery, run, say
 from gnmr_lightning import GNMRCallback, GNMRPrecision, backends
-from gnmr_lightning.__main__ import main as command_line
 from gnmr_lightning.backends import Backend
 from gnmr_lightning.linear import RecoverableLinear
 
@@ -103,7 +102,7 @@ class DemoFault(L.Callback):
         if sick:
             self.began = trainer.global_step
             self._put(self._names[1])
-            _say(
+            say(
                 trainer,
                 f"step {self.began}: from here {self.unit} is sick (the scale of its grad_output is "
                 f"{self.inflation:g} times too large)",
@@ -111,7 +110,7 @@ class DemoFault(L.Callback):
         else:
             self.ended = trainer.global_step
             self._put(self._names[0])
-            _say(trainer, f"step {self.ended}: {self.unit} is well again")
+            say(trainer, f"step {self.ended}: {self.unit} is well again")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._put_back()
@@ -162,27 +161,20 @@ class DemoReport(L.Callback):
 
     @staticmethod
     def _recovery(trainer: L.Trainer) -> dict[str, Any]:
-        """What recovery did and cost; in a run without GNMRPrecision, the figures of a plain bf16 run."""
+        """What recovery did and cost, and what it was allowed to."""
         plugin = trainer.precision_plugin
-        if not isinstance(plugin, GNMRPrecision):
-            return {"bf16_share": 1.0, "interventions": 0, "max_o": 0, "units": 0, "recipe": str(trainer.precision)}
-        totals = _watcher(trainer).totals()
-        return {
-            "bf16_share": totals["bf16_share"],
-            "interventions": totals["interventions"],
-            "max_o": plugin.controller.budget,
-            "units": len(plugin.units),
-            "recipe": plugin.recipe,
-        }
+        max_o, units = (plugin.controller.budget, len(plugin.units)) if isinstance(plugin, GNMRPrecision) else (0, 0)
+        return {**recovery(trainer), "max_o": max_o, "units": units}
 
     @staticmethod
     def _fault(trainer: L.Trainer) -> dict[str, Any] | None:
         """The demo's fault and what was done about it; None if this process had none."""
-        fault = next((c for c in _callbacks(trainer) if isinstance(c, DemoFault)), None)
+        fault, watcher = callback_of(trainer, DemoFault), callback_of(trainer, GNMRCallback)
         if fault is None or fault.began is None:
             return None
+        assert watcher is not None  # a fault begins under GNMRPrecision alone, which attaches one
         last = fault.ended if fault.ended is not None else trainer.global_step
-        events = [e for e in _watcher(trainer).events if e.unit == fault.unit and e.step >= fault.began]
+        events = [e for e in watcher.events if e.unit == fault.unit and e.step >= fault.began]
         locks = [e for e in events if e.kind == "locked" and e.step < last]
         steps_of = {
             kind: [e.step for e in events if e.kind == kind and locks and e.step > locks[0].step]
@@ -197,22 +189,6 @@ class DemoReport(L.Callback):
             "rise": locks[0].rise if locks else None,
             **steps_of,
         }
-
-
-def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined]
-
-
-def _watcher(trainer: L.Trainer) -> GNMRCallback:
-    return next(callback for callback in _callbacks(trainer) if isinstance(callback, GNMRCallback))
-
-
-def _say(trainer: L.Trainer, line: str) -> None:
-    """Prints a line above the progress bar."""
-    if trainer.progress_bar_callback is not None:
-        trainer.progress_bar_callback.print(line)
-    elif trainer.is_global_zero:
-        print(line)
 
 
 def _show(summary: dict[str, Any], path: Path) -> None:
@@ -271,9 +247,7 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 def main(given: Sequence[str] | None = None) -> None:
     """Runs the demo on `given`, the process's own arguments by default."""
-    args = arguments(sys.argv[1:] if given is None else given)
-    print(f"$ python -m gnmr_lightning {' '.join(args)}")
-    command_line(args)
+    run(arguments, given)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import inspect
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from examples.byte_llama import QUICK, pretrained_byte_model
 from examples.causal_lm import CausalLM, quiet_torchao
-from gnmr_lightning import GNMRCallback, GNMRPrecision
-from gnmr_lightning.__main__ import main as command_line
+from examples.common import recovery, run, say
 
 CONFIG = Path(__file__).parent.parent / "configs" / "finetune.yaml"
 CHECKPOINT = "runs/finetune/last.ckpt"
@@ -173,11 +171,7 @@ class Perplexity(L.Callback):
             return
         # exp of a loss of 700 and more is no float; such a model knows nothing anyway.
         perplexity = self.seen[trainer.global_step] = math.exp(min(loss.item(), 700.0))
-        if trainer.is_global_zero:
-            line = f"step {trainer.global_step}: validation perplexity {perplexity:.4g}"
-            bar = trainer.progress_bar_callback
-            # The bar of the validation before the first step is closed by now, and would print nothing.
-            print(line) if bar is None or trainer.sanity_checking else bar.print(line)
+        say(trainer, f"step {trainer.global_step}: validation perplexity {perplexity:.4g}")
         for logger in trainer.loggers:
             logger.log_metrics({"val_perplexity": perplexity}, step=trainer.global_step)
 
@@ -197,26 +191,12 @@ class Perplexity(L.Callback):
             stale.unlink(missing_ok=True)
         pl_module.model.save_pretrained(folder, state_dict=weights)
         AutoTokenizer.from_pretrained(pl_module.source).save_pretrained(folder)
-        summary = {"source": pl_module.source, "steps": trainer.global_step, **_recovery(trainer)}
+        summary = {"source": pl_module.source, "steps": trainer.global_step, **recovery(trainer)}
         summary["perplexity"] = self.seen
         path = self.out / "summary.json"
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        print(path.read_text(encoding="utf-8") + f"Model: {folder}, figures: {path}")
-
-
-def _recovery(trainer: L.Trainer) -> dict[str, Any]:
-    """What recovery did and cost in this process; of a plain bf16 run, its figures."""
-    plugin = trainer.precision_plugin
-    if not isinstance(plugin, GNMRPrecision):
-        return {"recipe": str(trainer.precision), "bf16_share": 1.0, "interventions": 0}
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    totals = next(callback for callback in callbacks if isinstance(callback, GNMRCallback)).totals()
-    return {
-        "recipe": plugin.backend.name,
-        # None where a resumed run had no step left to do.
-        "bf16_share": totals.get("bf16_share"),
-        "interventions": totals.get("interventions"),
-    }
+        text = json.dumps(summary, indent=2) + "\n"
+        path.write_text(text, encoding="utf-8")
+        print(f"{text}Model: {folder}, figures: {path}")
 
 
 def arguments(given: Sequence[str]) -> list[str]:
@@ -264,9 +244,7 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 def main(given: Sequence[str] | None = None) -> None:
     """Fine-tunes as `given` says, the process's own arguments by default."""
-    args = arguments(sys.argv[1:] if given is None else given)
-    print(f"$ python -m gnmr_lightning {' '.join(args)}")
-    command_line(args)
+    run(arguments, given)
 
 
 if __name__ == "__main__":

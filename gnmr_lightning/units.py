@@ -212,10 +212,11 @@ def _outermost_wrapper(fqn: str, wrappers: dict[str, nn.Module]) -> nn.Module | 
 
 def _left_to_peft(fqn: str, of_peft: dict[str, nn.Module]) -> str | None:
     """Why the layer called `fqn` stays as it is for what it is to the module of PEFT around it; None if it does not."""
-    for around, module in of_peft.items():
-        if not fqn.startswith(f"{around}."):
+    parts = fqn.split(".")
+    for depth, part in enumerate(parts[1:], 1):
+        module = of_peft.get(".".join(parts[:depth]))
+        if module is None:
             continue
-        part = fqn.removeprefix(f"{around}.").split(".")[0]
         if part == "original_module":
             return "PEFT trains a copy of it instead"
         if hasattr(module, "base_layer") and part != "base_layer":

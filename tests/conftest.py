@@ -1,5 +1,7 @@
 """What the Trainer's tests share: a small model on data with a signal, a quiet Trainer, and a faulty backend."""
 
+import math
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -89,6 +91,28 @@ class Fault(pl.Callback):
         self.backend.sick = trainer.global_step in self.steps
 
 
+class Saturating(backends.Backend):
+    """Clamps the input at a 32nd of its largest value while it is sick: norms fall, and nobody's norm rises."""
+
+    def __init__(self, healthy, sick_kind="input"):
+        self.healthy, self.name, self.sick, self.kind = healthy, f"{healthy.name}+saturating", False, sick_kind
+
+    def output(self, x_MK, weight_NK):
+        if self.sick and self.kind == "nan":
+            x_MK = x_MK.clone()
+            x_MK[0, 0] = math.nan
+        elif self.sick:
+            limit = x_MK.abs().amax() / 32
+            x_MK = x_MK.clamp(-limit, limit)
+        return self.healthy.output(x_MK, weight_NK)
+
+    def grad_input(self, grad_MN, weight_NK):
+        return self.healthy.grad_input(grad_MN, weight_NK)
+
+    def grad_weight(self, grad_MN, x_MK):
+        return self.healthy.grad_weight(grad_MN, x_MK)
+
+
 class Paths(pl.Callback):
     """Records, for each training batch, which units ran bf16."""
 
@@ -103,6 +127,11 @@ class Paths(pl.Callback):
         done, self.before = plugin.work() - self.before, plugin.work()
         assert not ((done[:, 0] > 0) & (done[:, 1] > 0)).any(), "a unit changed its path within a step"
         self.bf16.append({unit.name for unit, work in zip(plugin.units, done, strict=True) if work[1] > 0})
+
+
+def kinds(model: nn.Module) -> list[tuple[str, type]]:
+    """Every module's name and class."""
+    return [(name, type(module)) for name, module in model.named_modules()]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from conftest import D, Paths, trainer
+from conftest import D, Paths, Saturating, trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -54,23 +54,6 @@ class Exact(Backend):
 
     def grad_weight(self, grad_MN, x_MK):
         return grad_MN.float().T @ x_MK.float()
-
-
-class Saturating(Backend):
-    """Clamps the input at a 32nd of its largest value while it is sick."""
-
-    def __init__(self, healthy: Backend) -> None:
-        self.healthy, self.name, self.sick = healthy, f"{healthy.name}+saturating", False
-
-    def output(self, x_MK, weight_NK):
-        limit = x_MK.abs().amax() / 32 if self.sick else math.inf
-        return self.healthy.output(x_MK.clamp(-limit, limit), weight_NK)
-
-    def grad_input(self, grad_MN, weight_NK):
-        return self.healthy.grad_input(grad_MN, weight_NK)
-
-    def grad_weight(self, grad_MN, x_MK):
-        return self.healthy.grad_weight(grad_MN, x_MK)
 
 
 class Gain(nn.Module):

@@ -10,7 +10,7 @@ import pickle
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import trainer
+from conftest import kinds, trainer
 from torch import nn
 
 from benchmarks.families import FAMILIES
@@ -45,10 +45,6 @@ def train(name, recipe="float8_rowwise", **kwargs):
     stock.load_state_dict(model.state_dict(), strict=True)
     x = next(iter(model.data(32)))[0]
     return model.eval(), stock.eval(), copies.nets, x[:, :5] if x.dtype == torch.int64 else x
-
-
-def kinds(model):
-    return [(name, type(module)) for name, module in model.named_modules()]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
-from conftest import trainer
+from conftest import kinds, trainer
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -77,10 +77,6 @@ def train(module, plugin, data, **kwargs):
     trainer(plugin, callbacks=[losses, work], **kwargs).fit(module, data)
     assert (work.done[:, LOW] > 0).all()
     return losses.seen
-
-
-def kinds(model):
-    return [(name, type(module)) for name, module in model.named_modules()]
 
 
 def check_saved(model, folder):

@@ -12,8 +12,8 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import trainer
-from test_huggingface import CAUSAL, SIZES, VOCAB, Losses, causal, kinds, texts, train
+from conftest import kinds, trainer
+from test_huggingface import CAUSAL, SIZES, VOCAB, Losses, causal, texts, train
 from torch import nn
 
 from examples.causal_lm import CausalLM

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import Fault, Net, Paths, batches, trainer
+from conftest import Fault, Net, Paths, Saturating, batches, trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -216,28 +216,6 @@ def test_the_state_has_a_fixed_size_of_176_bytes_a_unit():
         control.update(torch.ones(100), errors=torch.full((100, 3), 0.01))
         sizes.add(control.nbytes)
     assert sizes == {17600}
-
-
-class Saturating(backends.Backend):
-    """Clamps the input at a 32nd of its largest value while it is sick: norms fall, and nobody's norm rises."""
-
-    def __init__(self, healthy, sick_kind="input"):
-        self.healthy, self.name, self.sick, self.kind = healthy, f"{healthy.name}+saturating", False, sick_kind
-
-    def output(self, x_MK, weight_NK):
-        if self.sick and self.kind == "nan":
-            x_MK = x_MK.clone()
-            x_MK[0, 0] = NAN
-        elif self.sick:
-            limit = x_MK.abs().amax() / 32
-            x_MK = x_MK.clamp(-limit, limit)
-        return self.healthy.output(x_MK, weight_NK)
-
-    def grad_input(self, grad_MN, weight_NK):
-        return self.healthy.grad_input(grad_MN, weight_NK)
-
-    def grad_weight(self, grad_MN, x_MK):
-        return self.healthy.grad_weight(grad_MN, x_MK)
 
 
 class SaturatedInput(Fault):
