@@ -1,6 +1,6 @@
 """Who is sick? Recall, localisation and false alarms of detectors on runs with known faults.
 
-Every detector sees the same recorded runs (see `recording.py`). The shipped default keeps the limit it ships with. Each
+Every detector sees the same recorded runs (see `recording.py`). The shipped rule keeps the limit it ships with. Each
 other detector gets the limit at which it raises one false alarm in 1,000 healthy operator-steps on the development
 seeds, so that recall is compared at the same cost. Figures come from the reported seeds alone.
 
@@ -94,8 +94,9 @@ def row(kind: str, strength: int, episodes: Scored, limit: float) -> dict[str, f
         recall3 += bool(alarms_TU[:3, unit].any())
         if alarms_TU[:6, unit].any():
             delays.append(int(alarms_TU[:6, unit].int().argmax()))
-        order = scores[0].argsort(descending=True, stable=True).tolist()
-        ties = int((scores[0] == scores[0, unit]).sum())
+        highest_U = scores[:3].amax(0)
+        order = highest_U.argsort(descending=True, stable=True).tolist()
+        ties = int((highest_U == highest_U[unit]).sum())
         top1 += int(order[0] == unit and ties == 1)
         top_max_o += unit in order[:MAX_O]
         on_healthy += int(alarms_TU[:3].sum() - alarms_TU[:3, unit].sum())
@@ -128,9 +129,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     figures: dict[str, float] = {}
     for name, make in DETECTORS.items():
-        shipped = name == "product_error"
+        own_limit = name.startswith("product_error")
         quiet = torch.cat([healthy(play(run, make)) for run in development])
-        limit = 1.0 if shipped else quiet.quantile(1 - FALSE_ALARMS / 1000, interpolation="higher").item()
+        limit = 1.0 if own_limit else quiet.quantile(1 - FALSE_ALARMS / 1000, interpolation="higher").item()
         scored = [pair for run in reported for pair in play(run, make)]
         false_alarms = 1000 * (healthy(scored) > limit).double().mean().item()
         must_not = sum(int((scores > limit).sum()) for stretch, scores in scored if stretch.name in DISTURBANCES)
@@ -150,7 +151,7 @@ def main() -> None:
             figures[f"top1_{suffix}"] = min(r["top1"] for r in judged)
             figures[f"mean_recall3_{suffix}"] = sum(r["recall3"] for r in judged) / len(judged)
             figures[f"mean_top1_{suffix}"] = sum(r["top1"] for r in judged) / len(judged)
-        ours = "" if shipped else f"_{suffix}"
+        ours = "" if name == "product_error" else f"_{suffix}"
         figures[f"false_alarms_per_1000{ours}"] = false_alarms
         figures[f"false_alarms_must_not{ours}"] = must_not
         pairs = [pair for pair in scored if len(pair[0].sick) == 2 and not pair[0].name.startswith("nonfinite")]

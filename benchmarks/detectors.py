@@ -32,14 +32,16 @@ class Step:
 
 
 class Rule:
-    """A rule of the library: its score is the controller's risk."""
+    """A rule of the library: its score is the controller's risk. It sees the product errors that it has asked for."""
 
     def __init__(self, n_units: int, **policy: object) -> None:
-        # max_o has no part in the risk, and a lock none in a run that was recorded without recovery.
-        self.controller = GNMRController(GNMRConfig(warmup_steps=0, **policy), n_units)  # type: ignore[arg-type]
+        # Nothing is locked: the run was recorded without recovery.
+        self.controller = GNMRController(GNMRConfig(warmup_steps=10**9, **policy), n_units)  # type: ignore[arg-type]
 
     def __call__(self, step: Step) -> Tensor:
-        return self.controller.update(step.norms, errors=step.errors, began=step.began).risk
+        probed_U = self.controller.probed
+        errors = step.errors.masked_fill(~probed_U[:, None], math.nan)
+        return self.controller.update(step.norms, errors=errors, began=step.began & probed_U).risk
 
 
 class _Mean:
@@ -129,6 +131,7 @@ def _gain(step: Step) -> Tensor:
 
 DETECTORS: dict[str, Callable[[int], Callable[[Step], Tensor]]] = {
     "product_error": lambda n: Rule(n),
+    "product_error_every_step": lambda n: Rule(n, probe_interval=1),
     "gnmr": lambda n: Rule(n, method="gnmr", delta_threshold=1e6),
     "gnmr_delta": lambda n: Rule(n, method="gnmr"),
     "two_sided": lambda n: Rule(n, method="gnmr", two_sided=True, delta_threshold=1e6),

@@ -2,15 +2,19 @@
 
 Every side trains the same byte GPT with the same Lightning Trainer settings on the same batches. The fits of both
 sides run in one process, in threads of which only one moves at a time, and take turns step by step: a machine's mood
-lasts seconds, a step a fraction of one. One thread of torch.
+lasts seconds, a step a fraction of one. One thread of torch. The first 20 steps, in which every unit is probed, do not
+count.
 
-Figures (each the worst over the sizes and recipes measured): `eager_vs_torchao`, step time over stock torchao
-conversion; `control` and `control_with_clip`, over the same layers without measuring; `recovered_vs_bf16`, all units
-recovered over no conversion at all.
+Figures (each the worst over the sizes and recipes measured): `eager_vs_torchao` and `compiled_vs_torchao` (each block
+compiled), step time over stock torchao conversion; `control` and `control_with_clip`, over the same layers without
+measuring; `recovered_vs_bf16`, all units recovered over no conversion at all. Rows alone, of what a user may know: ours
+over Lightning's bf16-mixed, and what smartclip's z-score clipping, a monitor of spikes without recovery, adds to bf16
+(where it is installed). Composer's OptimizerMonitor cannot be installed beside torch 2.7.1 or later.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import statistics
 import threading
@@ -22,7 +26,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from torch import nn
 
 from examples.byte_gpt import ByteGPT, Windows
@@ -31,6 +35,7 @@ from gnmr_lightning import GNMRCallback, GNMRConfig, GNMRPrecision
 from .common import arguments, interleave, ratio, report, spread
 
 NEVER = GNMRConfig(warmup_steps=10**9)
+SETTLING = 20
 STOCK = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "int8")  # have a torchao layer on a CPU
 
 
@@ -90,6 +95,14 @@ class AllRecovered(pl.Callback):
         plugin._apply(torch.ones(len(plugin.units), dtype=torch.bool))
 
 
+def smartclip() -> pl.Callback:
+    """A peer's monitor of spikes."""
+    from smartclip import ZScoreClip
+    from smartclip.backends.torch.integrate import SmartClipCallback
+
+    return SmartClipCallback(ZScoreClip())
+
+
 class Turns(pl.Callback):
     """Holds a fit at the start of every batch until it is its turn, and notes how long its step took."""
 
@@ -113,7 +126,14 @@ class Turns(pl.Callback):
 class Side:
     """A fit of one side, in a thread of its own that runs only while it is given a step to do."""
 
-    def __init__(self, model: ByteGPT, batches: Any, precision: Callable[[], Any], *kinds: type, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: ByteGPT,
+        batches: Any,
+        precision: Callable[[], Any],
+        *kinds: Callable[[], pl.Callback],
+        **kwargs: Any,
+    ) -> None:
         self.turns = Turns()
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -149,21 +169,27 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     text = torch.randint(256, (100_000,), generator=torch.Generator().manual_seed(args.seed), dtype=torch.uint8)
 
-    def compare(d_model: int, what: str, ours: Any, theirs: Any, **kwargs: Any) -> float:
-        """Median step time of `ours` over `theirs`; a side is a precision's maker and its callbacks' kinds."""
+    def compare(d_model: int, what: str, ours: Any, theirs: Any, compiled: bool = False, **kwargs: Any) -> float:
+        """Median step time of `ours` over `theirs`; a side is a precision's maker and its callbacks' makers."""
         batches = Windows(text, batch_size=4 if d_model <= 512 else 2, seq_len=64, seed=args.seed)
         rounds = 16 if args.quick else {128: 100, 512: 30, 1024: 12}[d_model]
         sides = {}
         for name, (precision, *kinds) in (("ours", ours), ("theirs", theirs)):
             torch.manual_seed(args.seed)
             model = ByteGPT(n_layers=2, d_model=d_model, n_heads=4, seq_len=64)
+            if compiled:
+                for block in model.blocks:
+                    block.compile(fullgraph=True)
             sides[name] = Side(model, batches, precision, *kinds, **kwargs)
+            for _ in range(SETTLING):
+                sides[name].turns.step()
         times = interleave({name: side.turns.step for name, side in sides.items()}, rounds)
         for side in sides.values():
             side.close()
         value = ratio(times, "ours", "theirs")
         step_ms = 1000 * statistics.median(times["ours"])
         rows.append({"what": what, "d_model": d_model, "ratio": value, "spread": spread(times["ours"]), "ms": step_ms})
+        print(f"{what}, d_model {d_model}: {value:.3f}", flush=True)
         return value
 
     rows: list[dict[str, Any]] = []
@@ -174,6 +200,9 @@ def main() -> None:
             ours = partial(GNMRPrecision, recipe, "bf16-true", control=NEVER)
             value = compare(d_model, f"{recipe} over stock torchao", (ours,), (stock,))
             found.setdefault("eager_vs_torchao", []).append(value)
+            if recipe in (("float8_rowwise",) if args.quick else ("float8_rowwise", "int8")):
+                value = compare(d_model, f"{recipe} over stock torchao, compiled", (ours,), (stock,), compiled=True)
+                found.setdefault("compiled_vs_torchao", []).append(value)
         recipe = "float8_tensorwise"  # the fastest here, so the one in which control shows most
         ours, blind = partial(GNMRPrecision, recipe, "bf16-true", control=NEVER), partial(BlindPrecision, recipe)
         value = compare(d_model, "control on over off", (ours,), (blind, Blind))
@@ -184,6 +213,14 @@ def main() -> None:
             plain = partial(HalfPrecision, "bf16-true")
             value = compare(d_model, "all recovered over bf16", (ours, AllRecovered), (plain,))
             found.setdefault("recovered_vs_bf16", []).append(value)
+        if not args.quick:
+            ours = partial(GNMRPrecision, recipe, "bf16-mixed", control=NEVER)
+            compare(
+                d_model, "ours over Lightning's bf16-mixed", (ours,), (partial(MixedPrecision, "bf16-mixed", "cpu"),)
+            )
+            if importlib.util.find_spec("smartclip") is not None:
+                plain = partial(HalfPrecision, "bf16-true")
+                compare(d_model, "bf16 with smartclip over without", (plain, smartclip), (plain,))
     report(args, "overhead", {key: max(values) for key, values in found.items()}, rows)
 
 

@@ -3,7 +3,7 @@
 One `Trainer.fit` per seed. It trains a byte GPT through GNMRPrecision for a while (the trunk), and from two points of
 the trunk, one in it and one at its end, plays short episodes: from the same weights, optimizer state and batches, once
 with all units well, and once for each kind and strength of fault and each event that is no fault. Nothing is recovered
-while recording, so every detector sees the same run.
+while recording, and every unit is probed in every step, so every detector sees the same run.
 
 Legend: U = units, T = steps of a stretch.
 """
@@ -173,7 +173,7 @@ def record(seed: int, healthy: Backend, units_a_fault: int = 2, kinds: Sequence[
     """
     torch.manual_seed(seed)
     model = _Model()
-    plugin = GNMRPrecision(healthy, control=GNMRConfig(warmup_steps=10**9))
+    plugin = GNMRPrecision(healthy, control=GNMRConfig(warmup_steps=10**9, probe_interval=1))
     stretches = plan(seed, 4 * stress.N_LAYERS, kinds, units_a_fault)
     windows = Windows(stress.texts()[0], stress.BATCH_SIZE, stress.SEQ_LEN, seed)
 

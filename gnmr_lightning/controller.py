@@ -42,7 +42,8 @@ and sums over the window along its outer dimension, unit by unit in one order, w
 torch's default dtype nor its default device matters.
 
 The controller knows neither modules nor devices: numbers in, decision out, float64 on the CPU, no loop over units, and
-a state whose size does not depend on the number of steps. A step at U = 280 is all call overhead, so the masks that
+a state whose size does not depend on the number of steps. Tensors go in and out; between them it is numpy, because a
+step at U = 280 is all call overhead, and a call of numpy takes a fourth of torch's. For the same reason the masks that
 are the rule (every unit steps, every norm is finite and positive) are recognised and skip what only the others need.
 
 Legend: U = units, W = window.
@@ -55,7 +56,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .product_error import ErrorRise
@@ -84,6 +87,10 @@ class GNMRConfig:
     error_floor: float = 0.1
     """method="product_error": a relative error of the output below this (of a gradient, below 5 times this) is no
     risk, however it rose; in (0, 1)."""
+    probe_interval: int = 3
+    """method="product_error": a unit's products are compared with exact ones in every probe_interval-th step, units
+    taking turns, in each of its first 20 steps, in the last of a lock, and after a non-finite gradient; at least 1.
+    A sick unit is found that many steps later at most, at that fraction of the cost."""
     threshold: float = 2.0
     """method="gnmr": risk is above 1 when GNMR is above this; above 1."""
     delta_threshold: float = 1.0
@@ -112,7 +119,13 @@ class GNMRConfig:
     learning rate."""
 
     def __post_init__(self) -> None:
-        for name, least in (("delta_window", 1), ("history_window", 1), ("lock_interval", 1), ("warmup_steps", 0)):
+        for name, least in (
+            ("delta_window", 1),
+            ("history_window", 1),
+            ("lock_interval", 1),
+            ("warmup_steps", 0),
+            ("probe_interval", 1),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} is not a number of steps: write an integer of at least {least}")
@@ -160,14 +173,19 @@ class Decision:
     """bool: the units that run bf16 in the next optimizer step."""
     newly_locked: Tensor
     """bool: those of them that this update locked."""
+    probed: Tensor
+    """bool: the units whose products are compared with exact ones in the next step."""
     released: Tensor
     """bool: units whose lock ended in this update; one of them may be newly locked again."""
     nonfinite: Tensor
     """bool: measured units whose norm is not finite."""
 
 
+_SETTLING = 20  # first steps of a unit that are all probed
+
+
 class GNMRController:
-    """Decides which units run bf16, from their gradient norms.
+    """Decides which units run bf16, from their gradient norms and product errors.
 
     Args:
         config: the policy.
@@ -188,25 +206,31 @@ class GNMRController:
         # The share is rounded down, but 0.29 of 100 units is 29, not the 28.999... of its binary product.
         units = math.floor(config.max_o * n_units + 1e-9) if isinstance(config.max_o, float) else config.max_o
         self.budget = min(n_units, max(1, units))
-        # device="cpu": the user's default device (Trainer.init_module, torch.set_default_device) is not ours.
-        self._everyone = torch.ones(n_units, dtype=torch.bool, device="cpu")
-        counts = partial(torch.zeros, dtype=torch.int64, device="cpu")
-        values = partial(torch.zeros, dtype=torch.float64, device="cpu")
+        self._everyone = np.ones(n_units, dtype=bool)
+        self._index_U = np.arange(n_units)
+        counts = partial(np.zeros, dtype=np.int64)
         self._steps_U = counts(n_units)  # updates that the unit took part in
         self._until_U = counts(n_units)  # it is locked while steps < until
         self._admitted_U = counts(n_units)  # norms in its history
-        self._ratios_WU = values(config.delta_window, n_units)  # ring of the last admitted ratios
+        self._ratios_WU = np.zeros((config.delta_window, n_units))  # ring of the last admitted ratios
         # The history: a ring of norms, or their decayed sum and the decayed sum of ones.
-        self._norms = values(config.history_window, n_units) if config.history == "window" else values(n_units)
-        self._weight_U = values(n_units)
+        self._norms = np.zeros((config.history_window, n_units) if config.history == "window" else n_units)
+        self._weight_U = np.zeros(n_units)
         self._errors: ErrorRise | None = None
+        self._probed_U = np.zeros(n_units, dtype=bool)
         if config.method == "product_error":
             self._errors = ErrorRise(n_units, config.error_threshold, config.error_floor, config.ema_decay)
+            self._probed_U[:] = True
 
     @property
     def locked(self) -> Tensor:
         """(U,), bool: the units that run bf16 in the next optimizer step; a copy."""
-        return self._until_U > self._steps_U
+        return torch.from_numpy(self._locked())
+
+    @property
+    def probed(self) -> Tensor:
+        """(U,), bool: the units whose products are to be compared with exact ones in the next step; a copy."""
+        return torch.from_numpy(self._probed_U.copy())
 
     @property
     def nbytes(self) -> int:
@@ -237,15 +261,35 @@ class GNMRController:
         Raises:
             ValueError: norms or masks of another length, type or device, or negative norms. Nothing has changed then.
         """
-        c = self.config
         n_U, all_finite, all_positive = self._check_norms(norms)
-        stepping_U, measured_U = self._check_masks(stepping, present, began)
-        nonfinite_U = torch.zeros_like(self._everyone)
+        stepping_U, present_U, began_U = (
+            self._check_mask(name, mask)
+            for name, mask in (("stepping", stepping), ("present", present), ("began", began))
+        )
+        errors_3U = None if self._errors is None else self._check_errors(errors)
+        stepping_U = self._everyone if stepping_U is None else stepping_U
+        measured_U = self._everyone_if(stepping_U if present_U is None else stepping_U & present_U)
+        with np.errstate(all="ignore"):  # a unit without a history has 0 / 0
+            decision = self._update(n_U, all_finite, all_positive, errors_3U, began_U, stepping_U, measured_U)
+        return Decision(**{name: torch.from_numpy(value_U) for name, value_U in decision.items()})
+
+    def _update(
+        self,
+        n_U: NDArray,
+        all_finite: bool,
+        all_positive: bool,
+        errors_3U: NDArray | None,
+        began_U: NDArray | None,
+        stepping_U: NDArray,
+        measured_U: NDArray,
+    ) -> dict[str, NDArray]:
+        c = self.config
+        nonfinite_U = np.zeros(self.n_units, dtype=bool)
         if not all_finite:
             finite_U = n_U < math.inf
             nonfinite_U = measured_U & ~finite_U
             measured_U = measured_U & finite_U
-            n_U = n_U.where(finite_U, 0.0)
+            n_U = np.where(finite_U, n_U, 0.0)
 
         # The ratios.
         m_U = self._mean()
@@ -254,91 +298,119 @@ class GNMRController:
         common = self._common(gnmr_U, known_U)
         ratio_U = gnmr_U if common == 1.0 else self._where(known_U, gnmr_U / common, 1.0)
         if c.two_sided:
-            ratio_U = ratio_U.maximum(1 / ratio_U)
-        recent_U = self._ratios_WU.sum(0) / self._admitted_U.clamp(max=c.delta_window)
+            ratio_U = np.maximum(ratio_U, 1 / ratio_U)
+        recent_U = self._ratios_WU.sum(0) / np.minimum(self._admitted_U, c.delta_window)
         delta_U = self._where(known_U, ratio_U - recent_U, 0.0)
-        risk_U = (ratio_U / c.threshold).maximum(delta_U / c.delta_threshold)
+        risk_U = np.maximum(ratio_U / c.threshold, delta_U / c.delta_threshold)
         risk_U = norm_risk_U = self._where(measured_U, risk_U, 0.0)
         if not all_finite:
-            gnmr_U, delta_U, risk_U = (x_U.masked_fill(nonfinite_U, math.inf) for x_U in (gnmr_U, delta_U, risk_U))
-        rise_U = torch.zeros_like(gnmr_U)
-        if self._errors is not None:
-            risk_U, rise_U = self._errors.update(self._check_errors(errors, stepping_U), ~self.locked)
-            if began is not None and (began_U := began & stepping_U).any():
-                risk_U = risk_U.masked_fill(began_U, math.inf)
-            elif not all_finite:  # it began where no product was compared: the last unit is the nearest to it
-                risk_U = risk_U.masked_fill(nonfinite_U, math.inf)
-        any_risk = risk_U.max().item() > 1
+            gnmr_U, delta_U, risk_U = (np.where(nonfinite_U, math.inf, x_U) for x_U in (gnmr_U, delta_U, risk_U))
+        rise_U = np.zeros(self.n_units)
+        was_locked_U = self._locked()
+        if self._errors is not None and errors_3U is not None:
+            if stepping_U is not self._everyone:
+                errors_3U = np.where(stepping_U, errors_3U, math.nan)
+            risk_U, rise_U = self._errors.update(errors_3U, ~was_locked_U)
+            risk_U = self._trace(risk_U, began_U, nonfinite_U, stepping_U, measured_U)
+        any_risk = risk_U.max() > 1
 
         # The decision.
-        was_locked_U = self.locked
-        self._steps_U.add_(stepping_U)
-        locked_U = self.locked
+        self._steps_U += stepping_U
+        locked_U = self._locked()
         released_U = was_locked_U > locked_U
-        newly_U = torch.zeros_like(locked_U)
+        newly_U = np.zeros(self.n_units, dtype=bool)
         if any_risk:
             candidates_U = (risk_U > 1) & ~locked_U & (self._steps_U > c.warmup_steps)
             room = max(0, self.budget - int(locked_U.sum()))
-            chosen = self._rank(candidates_U, risk_U, nonfinite_U if self._errors is None else risk_U == math.inf)[
-                :room
-            ]
+            first_U = nonfinite_U if self._errors is None else risk_U == math.inf
+            chosen = self._rank(candidates_U, risk_U, first_U)[:room]
             newly_U[chosen] = True
             locked_U[chosen] = True
             self._until_U[chosen] = self._steps_U[chosen] + c.lock_interval
 
         # The history.
-        if norm_risk_U.max().item() > 1:
+        if norm_risk_U.max() > 1:
             limit_U = common * m_U
-            limited_U = n_U.minimum(limit_U * c.threshold)
+            limited_U = np.minimum(n_U, limit_U * c.threshold)
             if c.two_sided:
-                limited_U = limited_U.maximum((limit_U / c.threshold).clamp(max=_LARGEST))
-            n_U = limited_U.where(known_U & (norm_risk_U > 1), n_U)
-            ratio_U = ratio_U.clamp(max=c.threshold)
+                limited_U = np.maximum(limited_U, np.minimum(limit_U / c.threshold, _LARGEST))
+            n_U = np.where(known_U & (norm_risk_U > 1), limited_U, n_U)
+            ratio_U = np.minimum(ratio_U, c.threshold)
         self._admit(n_U, ratio_U, measured_U if all_positive else measured_U & (known_U | (n_U > 0)))
-        return Decision(
-            gnmr=gnmr_U,
-            delta_gnmr=delta_U,
-            risk=risk_U,
-            rise=rise_U,
-            locked=locked_U,
-            newly_locked=newly_U,
-            released=released_U,
-            nonfinite=nonfinite_U,
-        )
+        if self._errors is not None:
+            self._plan_probes(stepping_U, locked_U, everyone=not all_finite)
+        return {
+            "gnmr": gnmr_U,
+            "delta_gnmr": delta_U,
+            "risk": risk_U,
+            "rise": rise_U,
+            "locked": locked_U,
+            "newly_locked": newly_U,
+            "probed": self._probed_U.copy(),
+            "released": released_U,
+            "nonfinite": nonfinite_U,
+        }
 
-    def _check_norms(self, norms: Tensor) -> tuple[Tensor, bool, bool]:
+    def _trace(
+        self,
+        risk_U: NDArray,
+        began_U: NDArray | None,
+        nonfinite_U: NDArray,
+        stepping_U: NDArray,
+        measured_U: NDArray,
+    ) -> NDArray:
+        """The risk of product errors, and inf where a value stopped being finite, as far as this step tells."""
+        if began_U is not None and (began_U := began_U & stepping_U).any():
+            return np.where(began_U, math.inf, risk_U)
+        if not nonfinite_U.any():
+            return risk_U
+        # It began where no product was compared. If that is a layer's backward, the last unit that it reached is the
+        # nearest to it. If all units were reached, it may be anywhere: all are probed in the next step, and known then.
+        if not measured_U.any() and not self._probed_U[stepping_U].all():
+            return risk_U
+        return np.where(nonfinite_U, math.inf, risk_U)
+
+    def _plan_probes(self, stepping_U: NDArray, locked_U: NDArray, *, everyone: bool) -> None:
+        """Sets which units are probed in the next step: see `GNMRConfig.probe_interval`."""
+        if everyone:
+            self._probed_U = self._probed_U | stepping_U
+            return
+        due_U = (self._steps_U + self._index_U) % self.config.probe_interval == 0
+        due_U |= self._steps_U < _SETTLING
+        last_of_lock_U = self._until_U - self._steps_U == 1
+        probed_U = np.where(locked_U, last_of_lock_U, due_U)
+        self._probed_U = probed_U if stepping_U is self._everyone else np.where(stepping_U, probed_U, self._probed_U)
+
+    def _locked(self) -> NDArray:
+        return self._until_U > self._steps_U
+
+    def _check_norms(self, norms: Tensor) -> tuple[NDArray, bool, bool]:
         """The norms in float64, whether all are finite, and whether all are finite and positive."""
-        if norms.shape != self._everyone.shape or not norms.is_floating_point() or norms.device.type != "cpu":
+        if norms.shape != (self.n_units,) or not norms.is_floating_point() or norms.device.type != "cpu":
             raise ValueError(
                 f"norms of shape {tuple(norms.shape)} and {norms.dtype} on {norms.device} do not fit {self.n_units} "
                 "units: give one floating-point norm for each unit, on the CPU"
             )
-        n_U = norms.detach().to(torch.float64)
-        low, high = (x.item() for x in n_U.aminmax())  # both are nan where one norm is
+        n_U = _float64(norms)
+        low, high = n_U.min(), n_U.max()  # both are nan where one norm is
         if not low >= 0 and (n_U < 0).any():
-            raise ValueError(f"the norm {n_U[n_U < 0][0].item()} is negative: give L2 norms, which are 0 or above")
+            raise ValueError(f"the norm {n_U[n_U < 0][0]} is negative: give L2 norms, which are 0 or above")
         if not high <= _LARGEST:
-            n_U = n_U.clamp(max=_LARGEST).where(n_U < math.inf, n_U)
-        return n_U, high < math.inf, low > 0 and high < math.inf
+            n_U = np.where(n_U < math.inf, np.minimum(n_U, _LARGEST), n_U)
+        return n_U, bool(high < math.inf), bool(low > 0 and high < math.inf)
 
-    def _check_masks(
-        self, stepping: Tensor | None, present: Tensor | None, began: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The stepping units and those of them that have a gradient; `self._everyone` itself where that is all."""
-        for name, mask in (("stepping", stepping), ("present", present), ("began", began)):
-            if mask is not None and (
-                mask.shape != self._everyone.shape or mask.dtype != torch.bool or mask.device.type != "cpu"
-            ):
-                raise ValueError(
-                    f"{name} of shape {tuple(mask.shape)} and {mask.dtype} on {mask.device} is no mask of "
-                    f"{self.n_units} units: give one bool for each unit, on the CPU, or None"
-                )
-        stepping_U = self._everyone if stepping is None else stepping
-        measured_U = stepping_U if present is None else stepping_U & present
-        return stepping_U, self._everyone_if(measured_U)
+    def _check_mask(self, name: str, mask: Tensor | None) -> NDArray | None:
+        if mask is None:
+            return None
+        if mask.shape != (self.n_units,) or mask.dtype != torch.bool or mask.device.type != "cpu":
+            raise ValueError(
+                f"{name} of shape {tuple(mask.shape)} and {mask.dtype} on {mask.device} is no mask of "
+                f"{self.n_units} units: give one bool for each unit, on the CPU, or None"
+            )
+        return self._everyone_if(mask.numpy())
 
-    def _check_errors(self, errors: Tensor | None, stepping_U: Tensor) -> Tensor:
-        """The product errors in float64, nan for the units that do not step."""
+    def _check_errors(self, errors: Tensor | None) -> NDArray:
+        """The product errors, (3, U), float64."""
         shape = (self.n_units, 3)
         if errors is None:
             raise ValueError(
@@ -350,74 +422,74 @@ class GNMRController:
                 f"errors of shape {tuple(errors.shape)} and {errors.dtype} on {errors.device} do not fit {shape[0]} "
                 "units: give three floating-point errors for each unit, on the CPU"
             )
-        errors_U3 = errors.detach().to(torch.float64)
-        return errors_U3 if stepping_U is self._everyone else errors_U3.masked_fill(~stepping_U[:, None], math.nan)
+        return np.ascontiguousarray(_float64(errors).T)
 
-    def _everyone_if(self, mask_U: Tensor) -> Tensor:
+    def _everyone_if(self, mask_U: NDArray) -> NDArray:
         """The mask, or `self._everyone` itself where it is true for all, which is the rule and saves work."""
         return self._everyone if mask_U is self._everyone or mask_U.all() else mask_U
 
-    def _where(self, mask_U: Tensor, value_U: Tensor, other: float) -> Tensor:
-        return value_U if mask_U is self._everyone else value_U.where(mask_U, other)
+    def _where(self, mask_U: NDArray, value_U: NDArray, other: float) -> NDArray:
+        return value_U if mask_U is self._everyone else np.where(mask_U, value_U, other)
 
-    def _mean(self) -> Tensor:
+    def _mean(self) -> NDArray:
         """m, (U,): the historical mean; nan where nothing was admitted yet."""
         if self.config.history == "window":
-            return self._norms.sum(0) / self._admitted_U.clamp(max=self.config.history_window)
+            return self._norms.sum(0) / np.minimum(self._admitted_U, self.config.history_window)
         return self._norms / self._weight_U
 
-    def _common(self, gnmr_U: Tensor, known_U: Tensor) -> float:
+    def _common(self, gnmr_U: NDArray, known_U: NDArray) -> float:
         """What all units share of their ratios; 1 where that is not asked for or cannot be told."""
-        if self.config.common_mode == "none" or int(known_U.sum()) < 3:
+        if self.config.common_mode == "none" or (count := int(known_U.sum())) < 3:
             return 1.0
-        median = gnmr_U[known_U].median().item()
+        median = float(np.sort(gnmr_U[known_U])[(count - 1) // 2])
         return median if 0 < median < math.inf else 1.0
 
-    def _rank(self, candidates_U: Tensor, risk_U: Tensor, nonfinite_U: Tensor) -> Tensor:
+    def _rank(self, candidates_U: NDArray, risk_U: NDArray, nonfinite_U: NDArray) -> NDArray:
         """Indices of the candidates, the first to be locked first."""
-        began_late = (candidates_U & nonfinite_U).nonzero().flatten().flip(0)
-        others = (candidates_U & ~nonfinite_U).nonzero().flatten()
-        return torch.cat([began_late, others[risk_U[others].argsort(descending=True, stable=True)]])
+        began_late = np.flatnonzero(candidates_U & nonfinite_U)[::-1]
+        others = np.flatnonzero(candidates_U & ~nonfinite_U)
+        return np.concatenate([began_late, others[np.argsort(-risk_U[others], kind="stable")]])
 
-    def _admit(self, n_U: Tensor, ratio_U: Tensor, admit_U: Tensor) -> None:
+    def _admit(self, n_U: NDArray, ratio_U: NDArray, admit_U: NDArray) -> None:
         """Takes the norms and ratios of the units in `admit_U` into their history."""
+        admit_U = self._everyone_if(admit_U)
         self._push(self._ratios_WU, ratio_U, admit_U)
         if self.config.history == "window":
             self._push(self._norms, n_U, admit_U)
         else:
             # sum(decay**age * n) / sum(decay**age) is Adam's bias-corrected EMA; with decay 1, the mean of all.
-            decay: float | Tensor = self.config.ema_decay if self.config.history == "ema" else 1.0
+            decay: float | NDArray = self.config.ema_decay if self.config.history == "ema" else 1.0
             if admit_U is not self._everyone:
-                decay, n_U = torch.ones_like(n_U).masked_fill_(admit_U, decay), n_U * admit_U
-            self._norms.mul_(decay).add_(n_U)
-            self._weight_U.mul_(decay).add_(admit_U)
-        self._admitted_U.add_(admit_U)
+                decay, n_U = np.where(admit_U, decay, 1.0), np.where(admit_U, n_U, 0.0)
+            self._norms *= decay
+            self._norms += n_U
+            self._weight_U *= decay
+            self._weight_U += admit_U
+        self._admitted_U += admit_U
 
-    def _push(self, ring_WU: Tensor, value_U: Tensor, admit_U: Tensor) -> None:
+    def _push(self, ring_WU: NDArray, value_U: NDArray, admit_U: NDArray) -> None:
         """Puts the admitted units' values in the place of their oldest."""
-        place_1U = (self._admitted_U % len(ring_WU))[None]
-        value_1U = value_U[None]
-        if admit_U is not self._everyone:
-            value_1U = value_1U.where(admit_U, ring_WU.gather(0, place_1U))
-        ring_WU.scatter_(0, place_1U, value_1U)
+        index = self._index_U if admit_U is self._everyone else np.flatnonzero(admit_U)
+        ring_WU[self._admitted_U[index] % len(ring_WU), index] = value_U[index]
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {
+        """The state; the tensors share its memory."""
+        arrays = {
             "steps": self._steps_U,
             "until": self._until_U,
             "admitted": self._admitted_U,
             "ratios": self._ratios_WU,
             "norms": self._norms,
             "weight": self._weight_U,
-        } | (
-            {}
-            if self._errors is None
-            else {
-                "errors": self._errors.errors_U3,
-                "error_squares": self._errors.squares_U3,
-                "error_weights": self._errors.weights_U3,
+        }
+        if self._errors is not None:
+            arrays |= {
+                "errors": self._errors.errors_3U,
+                "error_squares": self._errors.squares_3U,
+                "error_weights": self._errors.weights_3U,
+                "probed": self._probed_U,
             }
-        )
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _shape(self) -> dict[str, Any]:
         """What a state must agree on with the controller that goes on from it."""
@@ -464,3 +536,7 @@ class GNMRController:
             )
         for name, tensor in tensors.items():
             tensor.copy_(state_dict[name])
+
+
+def _float64(values: Tensor) -> NDArray:
+    return values.detach().to(torch.float64).numpy()

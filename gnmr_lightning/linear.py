@@ -8,10 +8,11 @@ so flipping it invalidates no graph; to a GPU it costs no synchronisation, since
 The op is opaque to autograd and to the compiler, so its backward is a second op. That one also counts the work
 done on each path into `flops`: the cost of recovery is then known without a hook, and a layer that nobody calls shows.
 
-Each low-precision product is also compared with the exact one on a few of its entries. The difference is all that
-recovery can remove, so it says who is sick where gradient norms only say that somebody is. It is the product that is
-compared and not the casts, so it is the same for every backend, a user's own included. See `_probe`. A recovered layer
-tries low precision on a few rows beside its bf16 work, so that it is known whether it is still sick. See `_tried`.
+In the steps in which the layer is probed, each low-precision product is compared with the exact one on a few of its
+entries. The difference is all that recovery can remove, so it says who is sick where gradient norms only say that
+somebody is. It is the product that is compared and not the casts, so it is the same for every backend, a user's own
+included. See `_probe`. A recovered layer then tries low precision on a few rows beside its bf16 work, so that it is
+known whether it is still sick. See `_tried`.
 
 Legend: M = rows (batch * sequence), K = in_features, N = out_features.
 """
@@ -42,6 +43,7 @@ class RecoverableLinear(nn.Linear):
 
     plain_class: type[nn.Linear] = nn.Linear
     recovered: Tensor  # (), bool, CPU: the unit's switch, shared by its layers
+    probed: Tensor  # (), bool, CPU: whether the unit is probed in this step, shared alike
     flops: Tensor  # (3,), float64, CPU: see LOW, BF16, FALLBACK_CALLS
     probes: Tensor  # (3, 4), float32, on the layer's device: sums of `_probe` for output, grad_input, grad_weight, or
     # (0, 4) where nobody asks
@@ -55,7 +57,7 @@ class RecoverableLinear(nn.Linear):
         x_MK = input.reshape(-1, input.shape[-1])
         run = _forward_op if torch.compiler.is_compiling() else _EagerLinear.apply
         probes = self.probes if torch.is_grad_enabled() else self.probes[:0]
-        y_MN, probe = run(x_MK, self.weight, self.bias, self.recovered, self.flops, probes, self.backend)
+        y_MN, probe = run(x_MK, self.weight, self.bias, self.recovered, self.probed, self.flops, probes, self.backend)
         if len(probes) and not y_MN.requires_grad:  # frozen, behind a frozen input: no backward will come and take it
             probes[0].add_(probe)
         return y_MN.view(*input.shape[:-1], y_MN.shape[-1])
@@ -78,20 +80,27 @@ def _plain_copy(linear: RecoverableLinear, memo: dict[int, Any]) -> nn.Linear:
     return copy
 
 
-_ATTRIBUTES = ("recovered", "flops", "probes", "backend")
+_ATTRIBUTES = ("recovered", "probed", "flops", "probes", "backend")
 _CLASSES: dict[type[nn.Linear], type[RecoverableLinear]] = {nn.Linear: RecoverableLinear}
 
 
 def make_recoverable(
-    linear: nn.Linear, recovered: Tensor, backend: str, *, probing: bool = True, device: torch.device | None = None
+    linear: nn.Linear,
+    recovered: Tensor,
+    probed: Tensor,
+    backend: str,
+    *,
+    probing: bool = True,
+    device: torch.device | None = None,
 ) -> None:
     """Turns `linear` into a `RecoverableLinear` in place; one that is recoverable already gets a new switch and recipe.
 
     Args:
         linear: a layer whose class has `nn.Linear`'s own forward.
         recovered: the switch, a bool CPU tensor of shape (), shared with the other layers of its unit.
+        probed: whether products are compared with exact ones, a bool CPU tensor of shape (), shared alike.
         backend: name of a registered backend.
-        probing: whether products are compared with exact ones.
+        probing: whether anybody will ask for that.
         device: where the layer will run; None where its weight is now.
     """
     # FSDP2 gives a sharded layer a class of its own; the new class derives from it, so that it stays sharded.
@@ -105,7 +114,7 @@ def make_recoverable(
         linear.__class__ = _CLASSES[cls]
     flops = torch.zeros(3, dtype=torch.float64, device="cpu")
     probes = torch.zeros(3 if probing else 0, 4, dtype=torch.float32, device=device or linear.weight.device)
-    for name, value in zip(_ATTRIBUTES, (recovered, flops, probes, backend), strict=True):
+    for name, value in zip(_ATTRIBUTES, (recovered, probed, flops, probes, backend), strict=True):
         linear.__dict__[name] = value
 
 
@@ -145,8 +154,12 @@ def _probe(product_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> Tensor:
     rows = slice(None, None, max(1, product_MN.shape[0] // _PROBE_ROWS) | 1)  # odd: in step with no period of the data
     columns = slice(None, None, max(1, product_MN.shape[1] // _PROBE_COLUMNS) | 1)
     exact = left_MK[rows].float() @ right_KN[:, columns].float()
-    error = product_MN[rows, columns].float() - exact
-    return torch.stack(torch._foreach_norm([error, exact, product_MN[:, 0].float(), left_MK[:, 0].float()])).square_()
+    sampled = [product_MN[rows, columns] - exact, exact, product_MN[:, 0], left_MK[:, 0]]
+    return torch.stack(torch._foreach_norm(sampled, 2, torch.float32)).square_()
+
+
+def _asks(probes: Tensor, probed: Tensor) -> bool:
+    return len(probes) > 0 and bool(probed.item())
 
 
 _TRIED_ROWS = 32  # kernels take multiples of 16 rows, and int8 more than 16
@@ -157,17 +170,18 @@ def _tried(operand_MK: Tensor) -> Tensor:
     return operand_MK[:: max(1, operand_MK.shape[0] // _TRIED_ROWS)][:_TRIED_ROWS].contiguous()
 
 
-def _low_output(x_MK: Tensor, weight_NK: Tensor, probes: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def _low_output(x_MK: Tensor, weight_NK: Tensor, asks: bool, backend: str) -> tuple[Tensor, Tensor | None]:
     """The product in low precision, and what probing it shows."""
     with _no_autocast(x_MK):
         y_MN = backends.get(backend).output(x_MK, weight_NK)
-        return y_MN, _probe(y_MN, x_MK, weight_NK.t()) if len(probes) else probes.new_zeros(4)
+        return y_MN, _probe(y_MN, x_MK, weight_NK.t()) if asks else None
 
 
 def _low_grads(
     grad_MN: Tensor,
     x_MK: Tensor,
     weight_NK: Tensor,
+    asks: bool,
     probes: Tensor,
     probe: Tensor,
     backend: str,
@@ -177,7 +191,7 @@ def _low_grads(
     """Both gradients in low precision; what probing them shows is added to `probes`, with the forward's `probe`."""
     with _no_autocast(x_MK):
         grads = backends.get(backend).grads(grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight)
-        if len(probes):
+        if asks:
             probes[0].add_(probe)
             if grads[0] is not None:
                 probes[1].add_(_probe(grads[0], grad_MN, weight_NK))
@@ -191,18 +205,21 @@ def _forward_kernel(
     weight_NK: Tensor,
     bias_N: Tensor | None,
     recovered: Tensor,
+    probed: Tensor,
     flops: Tensor,
     probes: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
+    asks = _asks(probes, probed)
     if _runs_low(x_MK, recovered, backend):
-        y_MN, probe = _low_output(x_MK, weight_NK, probes, backend)
-        return (y_MN if bias_N is None else y_MN + bias_N), probe
-    probe = probes.new_zeros(4)
-    if len(probes) and recovered.item() and _takes(tried := _tried(x_MK), backend):
-        probe = _low_output(tried, weight_NK, probes, backend)[1]
-    return F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N), probe
+        y_MN, probe = _low_output(x_MK, weight_NK, asks, backend)
+        y_MN = y_MN if bias_N is None else y_MN + bias_N
+    else:
+        y_MN, probe = F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N), None
+        if asks and recovered.item() and _takes(tried := _tried(x_MK), backend):
+            probe = _low_output(tried, weight_NK, asks, backend)[1]
+    return y_MN, probes.new_zeros(4) if probe is None else probe
 
 
 def _backward_kernel(
@@ -210,6 +227,7 @@ def _backward_kernel(
     x_MK: Tensor,
     weight_NK: Tensor,
     recovered: Tensor,
+    probed: Tensor,
     flops: Tensor,
     probes: Tensor,
     probe: Tensor,
@@ -217,17 +235,17 @@ def _backward_kernel(
     need_input: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    low = _runs_low(x_MK, recovered, backend)
+    low, asks = _runs_low(x_MK, recovered, backend), _asks(probes, probed)
     matmuls = 1 + need_input + need_weight  # the forward one is counted here too: see the module's docstring
     flops[LOW if low else BF16].add_(2.0 * grad_MN.shape[0] * weight_NK.numel() * matmuls)
     grads: tuple[Tensor | None, Tensor | None]
     if low:
-        grads = _low_grads(grad_MN, x_MK, weight_NK, probes, probe, backend, need_input, need_weight)
+        grads = _low_grads(grad_MN, x_MK, weight_NK, asks, probes, probe, backend, need_input, need_weight)
     else:
         if x_MK.shape[0] > 0 and not recovered.item():
             flops[FALLBACK_CALLS].add_(1)
-        elif len(probes) and _takes(tried := _tried(x_MK), backend):
-            _low_grads(_tried(grad_MN), tried, weight_NK, probes, probe, backend, need_input, need_weight)
+        elif asks and _takes(tried := _tried(x_MK), backend):
+            _low_grads(_tried(grad_MN), tried, weight_NK, asks, probes, probe, backend, need_input, need_weight)
         grads = (
             grad_MN @ weight_NK.to(grad_MN.dtype) if need_input else None,
             grad_MN.t() @ x_MK if need_weight else None,
@@ -245,7 +263,7 @@ _backward_op = torch.library.custom_op(
 
 @_forward_op.register_fake
 def _(
-    x_MK: Tensor, weight_NK: Tensor, bias_N: Any, recovered: Any, flops: Any, probes: Tensor, backend: Any
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Any, recovered: Any, probed: Any, flops: Any, probes: Tensor, backend: Any
 ) -> tuple[Tensor, Tensor]:
     return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), probes.new_empty(4)
 
@@ -256,6 +274,7 @@ def _(
     x_MK: Tensor,
     weight_NK: Tensor,
     recovered: Any,
+    probed: Any,
     flops: Any,
     probes: Any,
     probe: Any,
@@ -270,11 +289,11 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x_MK, weight_NK, _, recovered, flops, probes, backend = inputs
+    x_MK, weight_NK, _, recovered, probed, flops, probes, backend = inputs
     # The switch is saved too: a flip between forward and backward is then autograd's usual error, not a wrong gradient.
     ctx.save_for_backward(x_MK, weight_NK, recovered, output[1])
     ctx.mark_non_differentiable(output[1])
-    ctx.flops, ctx.probes, ctx.backend = flops, probes, backend
+    ctx.probed, ctx.flops, ctx.probes, ctx.backend = probed, flops, probes, backend
 
 
 def _backward(
@@ -283,16 +302,23 @@ def _backward(
     x_MK, weight_NK, recovered, probe = ctx.saved_tensors
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
     grad_input, grad_weight = kernel(
-        grad_MN, x_MK, weight_NK, recovered, ctx.flops, ctx.probes, probe, ctx.backend, need_input, need_weight
+        grad_MN,
+        x_MK,
+        weight_NK,
+        recovered,
+        ctx.probed,
+        ctx.flops,
+        ctx.probes,
+        probe,
+        ctx.backend,
+        need_input,
+        need_weight,
     )
     return (
         grad_input if need_input else None,
         grad_weight if need_weight else None,
         grad_MN.sum(0) if need_bias else None,
-        None,
-        None,
-        None,
-        None,
+        *(None,) * 5,
     )
 
 

@@ -110,7 +110,9 @@ class GNMRPrecision(Precision):
         self._module: weakref.ref[Module] | None = None
         self._controller: GNMRController | None = None
         self._norms: UnitNorms | None = None
+        # What the layers of each unit read: whether they run bf16, and whether they are probed (views of one tensor).
         self._switches: list[Tensor] = []
+        self._probed_U = torch.zeros(0, dtype=torch.bool, device="cpu")
         self._signal: Signal | None = None
 
     def __repr__(self) -> str:
@@ -200,13 +202,14 @@ class GNMRPrecision(Precision):
             # Other units, another history; the same ones (fit, then test or fit again) go on with their own.
             self._controller = GNMRController(self.control, len(self.units))
             self._module = weakref.ref(module)
-        self._switches = []
-        for unit in self.units:
-            self._switches.append(torch.zeros((), dtype=torch.bool, device="cpu"))
+        probing = self.control.method == "product_error"
+        self._switches = [torch.zeros((), dtype=torch.bool, device="cpu") for _ in self.units]
+        self._probed_U = torch.zeros(len(self.units), dtype=torch.bool, device="cpu")
+        for unit, switch, probed in zip(self.units, self._switches, self._probed_U, strict=True):
             for fqn, linear in unit.linears.items():
-                recipe, probing = self._backend_of(fqn).name, self.control.method == "product_error"
-                make_recoverable(linear, self._switches[-1], recipe, probing=probing, device=device)
-        self._apply(self._controller.locked)
+                recipe = self._backend_of(fqn).name
+                make_recoverable(linear, switch, probed, recipe, probing=probing, device=device)
+        self._follow(self._controller.locked, self._controller.probed)
         if trainer is not None:
             _attach_callback(trainer)
         self._say_what_was_converted()
@@ -252,14 +255,17 @@ class GNMRPrecision(Precision):
     # -- switching ---------------------------------------------------------------------------------------------------
 
     def switch(self, decision: Decision) -> None:
-        """Makes exactly the units that `decision` locks run bf16, from the next forward on."""
-        self._apply(decision.locked)
+        """Makes exactly the units that `decision` locks run bf16, from the next forward on, and probes as it says."""
+        self._follow(decision.locked, decision.probed)
+
+    def _follow(self, locked_U: Tensor, probed_U: Tensor) -> None:
+        self._apply(locked_U)
+        self._probed_U.copy_(probed_U)
 
     def _apply(self, locked_U: Tensor) -> None:
-        for switch, locked in zip(self._switches, locked_U.tolist(), strict=True):
-            # Only what changes is written: a write is what autograd checks a live graph for.
-            if switch.item() != locked:
-                switch.fill_(locked)
+        # Only what changes is written: a write is what autograd checks a live graph for.
+        for index in (torch.stack(self._switches) != locked_U).nonzero().flatten().tolist():
+            self._switches[index].fill_(locked_U[index])
 
     @contextmanager
     def _eval_step_context(self) -> Generator[None, None, None]:
@@ -343,7 +349,7 @@ class GNMRPrecision(Precision):
             )
         self.controller.load_state_dict(state_dict["controller"])
         if self._switches:
-            self._apply(self.controller.locked)
+            self._follow(self.controller.locked, self.controller.probed)
 
     # -- the base precision's own part -------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ they say whether it is still sick when its lock ends, and do not enter the histo
 What all units share (a bad batch, a step of the learning rate, another loss scale) moves exact and low-precision
 products alike, and cancels in e.
 
+A unit is not probed in every step (see `GNMRConfig.probe_interval`): a step without evidence changes nothing.
+
 Legend: U = units, 3 = the products for output, grad_input and grad_weight.
 """
 
@@ -28,8 +30,8 @@ import math
 from functools import partial
 from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 _DEVIATIONS, _LEAST, _MOST = 10.0, 2.0, 8.0  # of "auto"; see docs/method.md for the figures
 _GRADIENT_FLOOR = 5.0  # times `floor`
@@ -47,40 +49,47 @@ class ErrorRise:
 
     def __init__(self, n_units: int, threshold: float | Literal["auto"], floor: float, decay: float) -> None:
         self._threshold, self._decay = threshold, decay
-        self._floor_3 = torch.tensor([1.0, _GRADIENT_FLOOR, _GRADIENT_FLOOR], dtype=torch.float64, device="cpu") * floor
-        values = partial(torch.zeros, n_units, 3, dtype=torch.float64, device="cpu")
+        self._floor_3U = np.array([[1.0], [_GRADIENT_FLOOR], [_GRADIENT_FLOOR]]) * floor
+        values = partial(np.zeros, (3, n_units))
         # Decayed sums: of the errors, of (e / m - 1)^2, and of ones.
-        self.errors_U3, self.squares_U3, self.weights_U3 = values(), values(), values()
+        self.errors_3U, self.squares_3U, self.weights_3U = values(), values(), values()
 
-    def update(self, errors_U3: Tensor, learn_U: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, errors_3U: NDArray[np.float64], learn_U: NDArray[np.bool_]) -> tuple[NDArray, NDArray]:
         """Judges one step's errors (nan where there was no product) by the history, then takes them into it.
 
+        Divides by zero where there is no history: call it under `np.errstate(all="ignore")`.
+
         Args:
-            errors_U3: float64.
+            errors_3U: float64.
             learn_U: bool: the units whose errors enter the history.
 
         Returns:
             risk and rise (e / m, the largest of the three), (U,) float64 each; 0 without evidence.
         """
-        mean_U3 = self.errors_U3 / self.weights_U3  # nan before the first error
-        limit_U3 = mean_U3 * self._ratio()
-        rise_U3 = errors_U3 / mean_U3
-        risk_U3 = errors_U3 / limit_U3.maximum(self._floor_3)
+        mean_3U = self.errors_3U / self.weights_3U  # nan before the first error
+        limit_3U = mean_3U * self._ratio()
+        rise_3U = errors_3U / mean_3U
+        risk_3U = errors_3U / np.maximum(limit_3U, self._floor_3U)
 
-        admitted_U3 = errors_U3.where(~(risk_U3 > 1), limit_U3)
-        taken_U3 = (errors_U3 < math.inf) & learn_U[:, None]  # neither inf nor nan
-        decay_U3 = torch.ones_like(errors_U3).masked_fill_(taken_U3, self._decay)
-        square_U3 = (admitted_U3 / mean_U3 - 1).square_().nan_to_num_(nan=0.0)
-        self.errors_U3.mul_(decay_U3).add_(admitted_U3.masked_fill(~taken_U3, 0.0))
-        self.squares_U3.mul_(decay_U3).add_(square_U3.masked_fill_(~taken_U3, 0.0))
-        self.weights_U3.mul_(decay_U3).add_(taken_U3)
+        admitted_3U = np.where(risk_3U > 1, limit_3U, errors_3U)
+        taken_3U = (errors_3U < math.inf) & learn_U  # neither inf nor nan
+        decay_3U = np.where(taken_3U, self._decay, 1.0)
+        square_3U = np.square(admitted_3U / mean_3U - 1)
+        self.errors_3U *= decay_3U
+        self.errors_3U += np.where(taken_3U, admitted_3U, 0.0)
+        self.squares_3U *= decay_3U
+        self.squares_3U += np.where(taken_3U & (mean_3U > 0), square_3U, 0.0)
+        self.weights_3U *= decay_3U
+        self.weights_3U += taken_3U
 
-        infinite_U = (errors_U3 == math.inf).any(1)
-        risk_U, rise_U = (x_U3.nan_to_num(nan=0.0).amax(1) for x_U3 in (risk_U3, rise_U3))
-        return risk_U.masked_fill_(infinite_U, math.inf), rise_U.masked_fill_(infinite_U, math.inf)
+        infinite_3U = errors_3U == math.inf
+        np.copyto(risk_3U, math.inf, where=infinite_3U)
+        np.copyto(rise_3U, 0.0, where=mean_3U == 0)  # no evidence
+        np.copyto(rise_3U, math.inf, where=infinite_3U)
+        return np.fmax.reduce(risk_3U, initial=0.0), np.fmax.reduce(rise_3U, initial=0.0)  # nan is no evidence
 
-    def _ratio(self) -> Tensor | float:
-        """r, (U, 3) or a number."""
+    def _ratio(self) -> NDArray | float:
+        """r, (3, U) or a number."""
         if self._threshold != "auto":
             return self._threshold
-        return (1 + _DEVIATIONS * (self.squares_U3 / self.weights_U3).sqrt()).clamp(_LEAST, _MOST)
+        return np.clip(1 + _DEVIATIONS * np.sqrt(self.squares_3U / self.weights_3U), _LEAST, _MOST)

@@ -17,7 +17,7 @@ BF16_MIXED = torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 def recoverable(linear: nn.Linear, recipe: str, recovered: bool = False) -> nn.Linear:
-    make_recoverable(linear, torch.tensor(recovered), backends.resolve(recipe).name)
+    make_recoverable(linear, torch.tensor(recovered), torch.tensor(True), backends.resolve(recipe).name)
     return linear
 
 
@@ -212,7 +212,7 @@ class SixteenRows(backends.Backend):
 def test_a_call_whose_rows_do_not_fit_runs_plain_and_is_counted():
     plain = nn.Linear(64, 48, bias=False)
     ours = copy.deepcopy(plain)
-    make_recoverable(ours, torch.tensor(False), backends.resolve(SixteenRows()).name)
+    make_recoverable(ours, torch.tensor(False), torch.tensor(True), backends.resolve(SixteenRows()).name)
     x, grad = torch.randn(7, 64), torch.randn(7, 48)
     assert_equal(run(ours, x, grad), run(plain, x, grad))
     assert ours.flops.tolist() == [0.0, 3 * 2 * 7 * 64 * 48, 1.0]

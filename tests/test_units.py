@@ -219,7 +219,7 @@ def test_cutting_changes_nothing_and_a_converted_model_is_cut_alike():
     assert all(modules[fqn] is linear for unit in units for fqn, linear in unit.linears.items())
     for unit in units:
         for linear in unit.linears.values():
-            make_recoverable(linear, torch.zeros((), dtype=torch.bool), "int8")
+            make_recoverable(linear, *torch.zeros(2, dtype=torch.bool), "int8")
     assert cut(model) == (units, skipped)
     assert isinstance(units[0].linears["stem"], RecoverableLinear)
 
