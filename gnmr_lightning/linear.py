@@ -7,6 +7,7 @@ so flipping it invalidates no graph; to a GPU it costs no synchronisation, since
 
 The op is opaque to autograd and to the compiler, so its backward is a second op. That one also counts the work
 done on each path into `flops`: the cost of recovery is then known without a hook, and a layer that nobody calls shows.
+What the compiler would have fused is compiled inside of the op: see `backends.compiled`.
 
 In the steps in which the layer is probed, each low-precision product is compared with the exact one on a few of its
 entries. The difference is all that recovery can remove, so it says who is sick where gradient norms only say that
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import backends
+from .backends import Backend
 
 LOW, BF16, FALLBACK_CALLS = 0, 1, 2
 """Slots of a layer's `flops` tensor: matmul FLOPs in low precision, in bf16, and calls whose shape forced bf16."""
@@ -126,13 +128,9 @@ def restore_plain(linear: nn.Linear) -> None:
         del linear.__dict__[name]
 
 
-def _runs_low(x_MK: Tensor, recovered: Tensor, backend: str) -> bool:
-    return not recovered.item() and _takes(x_MK, backend)
-
-
-def _takes(x_MK: Tensor, backend: str) -> bool:
+def _takes(x_MK: Tensor, backend: Backend) -> bool:
     rows = x_MK.shape[0]
-    return rows > 0 and backends.get(backend).takes_rows(rows, x_MK.device.type)
+    return rows > 0 and backend.takes_rows(rows, x_MK.device.type)
 
 
 def _no_autocast(x_MK: Tensor) -> AbstractContextManager:
@@ -170,27 +168,27 @@ def _tried(operand_MK: Tensor) -> Tensor:
     return operand_MK[:: max(1, operand_MK.shape[0] // _TRIED_ROWS)][:_TRIED_ROWS].contiguous()
 
 
-def _low_output(x_MK: Tensor, weight_NK: Tensor, asks: bool, backend: str) -> tuple[Tensor, Tensor | None]:
+def _low_output(backend: Backend, x_MK: Tensor, weight_NK: Tensor, asks: bool) -> tuple[Tensor, Tensor | None]:
     """The product in low precision, and what probing it shows."""
     with _no_autocast(x_MK):
-        y_MN = backends.get(backend).output(x_MK, weight_NK)
+        y_MN = backend.output(x_MK, weight_NK)
         return y_MN, _probe(y_MN, x_MK, weight_NK.t()) if asks else None
 
 
 def _low_grads(
+    backend: Backend,
     grad_MN: Tensor,
     x_MK: Tensor,
     weight_NK: Tensor,
     asks: bool,
     probes: Tensor,
     probe: Tensor,
-    backend: str,
     need_input: bool,
     need_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients in low precision; what probing them shows is added to `probes`, with the forward's `probe`."""
     with _no_autocast(x_MK):
-        grads = backends.get(backend).grads(grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight)
+        grads = backend.grads(grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight)
         if asks:
             probes[0].add_(probe)
             if grads[0] is not None:
@@ -201,6 +199,7 @@ def _low_grads(
 
 
 def _forward_kernel(
+    find: Callable[[str], Backend],
     x_MK: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
@@ -208,21 +207,22 @@ def _forward_kernel(
     probed: Tensor,
     flops: Tensor,
     probes: Tensor,
-    backend: str,
+    name: str,
 ) -> tuple[Tensor, Tensor]:
+    backend, asks = find(name), _asks(probes, probed)
     bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
-    asks = _asks(probes, probed)
-    if _runs_low(x_MK, recovered, backend):
-        y_MN, probe = _low_output(x_MK, weight_NK, asks, backend)
+    if not recovered.item() and _takes(x_MK, backend):
+        y_MN, probe = _low_output(backend, x_MK, weight_NK, asks)
         y_MN = y_MN if bias_N is None else y_MN + bias_N
     else:
         y_MN, probe = F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N), None
         if asks and recovered.item() and _takes(tried := _tried(x_MK), backend):
-            probe = _low_output(tried, weight_NK, asks, backend)[1]
+            probe = _low_output(backends.get(name), tried, weight_NK, asks)[1]
     return y_MN, probes.new_zeros(4) if probe is None else probe
 
 
 def _backward_kernel(
+    find: Callable[[str], Backend],
     grad_MN: Tensor,
     x_MK: Tensor,
     weight_NK: Tensor,
@@ -231,21 +231,23 @@ def _backward_kernel(
     flops: Tensor,
     probes: Tensor,
     probe: Tensor,
-    backend: str,
+    name: str,
     need_input: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    low, asks = _runs_low(x_MK, recovered, backend), _asks(probes, probed)
+    backend, asks = find(name), _asks(probes, probed)
+    low = not recovered.item() and _takes(x_MK, backend)
     matmuls = 1 + need_input + need_weight  # the forward one is counted here too: see the module's docstring
     flops[LOW if low else BF16].add_(2.0 * grad_MN.shape[0] * weight_NK.numel() * matmuls)
     grads: tuple[Tensor | None, Tensor | None]
     if low:
-        grads = _low_grads(grad_MN, x_MK, weight_NK, asks, probes, probe, backend, need_input, need_weight)
+        grads = _low_grads(backend, grad_MN, x_MK, weight_NK, asks, probes, probe, need_input, need_weight)
     else:
         if x_MK.shape[0] > 0 and not recovered.item():
             flops[FALLBACK_CALLS].add_(1)
         elif asks and _takes(tried := _tried(x_MK), backend):
-            _low_grads(_tried(grad_MN), tried, weight_NK, asks, probes, probe, backend, need_input, need_weight)
+            eager = backends.get(name)
+            _low_grads(eager, _tried(grad_MN), tried, weight_NK, asks, probes, probe, need_input, need_weight)
         grads = (
             grad_MN @ weight_NK.to(grad_MN.dtype) if need_input else None,
             grad_MN.t() @ x_MK if need_weight else None,
@@ -255,15 +257,28 @@ def _backward_kernel(
     return grad_input, grad_weight
 
 
-_forward_op = torch.library.custom_op("gnmr_lightning::linear", _forward_kernel, mutates_args=())
+# In a compiled graph. They read the host's switches, which no replay of a CUDA graph would do: it must leave them out.
+_forward_op = torch.library.custom_op(
+    "gnmr_lightning::linear",
+    partial(_forward_kernel, backends.compiled),
+    mutates_args=(),
+    schema="(Tensor x_MK, Tensor weight_NK, Tensor? bias_N, Tensor recovered, Tensor probed, Tensor flops, "
+    "Tensor probes, str name) -> (Tensor, Tensor)",
+    tags=[torch.Tag.cudagraph_unsafe],
+)
 _backward_op = torch.library.custom_op(
-    "gnmr_lightning::linear_backward", _backward_kernel, mutates_args=("flops", "probes")
+    "gnmr_lightning::linear_backward",
+    partial(_backward_kernel, backends.compiled),
+    mutates_args=("flops", "probes"),
+    schema="(Tensor grad_MN, Tensor x_MK, Tensor weight_NK, Tensor recovered, Tensor probed, Tensor(a!) flops, "
+    "Tensor(b!) probes, Tensor probe, str name, bool need_input, bool need_weight) -> (Tensor, Tensor)",
+    tags=[torch.Tag.cudagraph_unsafe],
 )
 
 
 @_forward_op.register_fake
 def _(
-    x_MK: Tensor, weight_NK: Tensor, bias_N: Any, recovered: Any, probed: Any, flops: Any, probes: Tensor, backend: Any
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Any, recovered: Any, probed: Any, flops: Any, probes: Tensor, name: Any
 ) -> tuple[Tensor, Tensor]:
     return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), probes.new_empty(4)
 
@@ -278,7 +293,7 @@ def _(
     flops: Any,
     probes: Any,
     probe: Any,
-    backend: Any,
+    name: Any,
     need_input: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -289,11 +304,11 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x_MK, weight_NK, _, recovered, probed, flops, probes, backend = inputs
+    x_MK, weight_NK, _, recovered, probed, flops, probes, name = inputs
     # The switch is saved too: a flip between forward and backward is then autograd's usual error, not a wrong gradient.
     ctx.save_for_backward(x_MK, weight_NK, recovered, output[1])
     ctx.mark_non_differentiable(output[1])
-    ctx.probed, ctx.flops, ctx.probes, ctx.backend = probed, flops, probes, backend
+    ctx.probed, ctx.flops, ctx.probes, ctx.name = probed, flops, probes, name
 
 
 def _backward(
@@ -310,7 +325,7 @@ def _backward(
         ctx.flops,
         ctx.probes,
         probe,
-        ctx.backend,
+        ctx.name,
         need_input,
         need_weight,
     )
@@ -328,6 +343,6 @@ _forward_op.register_autograd(partial(_backward, _backward_op), setup_context=_s
 class _EagerLinear(torch.autograd.Function):
     """The same two kernels without the op around them, whose dispatch costs an eager run about 0.1 ms a layer."""
 
-    forward = staticmethod(_forward_kernel)
+    forward = staticmethod(partial(_forward_kernel, backends.get))
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(partial(_backward, _backward_kernel))
+    backward = staticmethod(partial(_backward, partial(_backward_kernel, backends.get)))

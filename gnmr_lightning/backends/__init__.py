@@ -13,12 +13,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["RECIPES", "Backend", "get", "register", "resolve"]
+__all__ = ["RECIPES", "Backend", "compiled", "get", "register", "resolve"]
 
 
 class Backend:
@@ -31,6 +32,9 @@ class Backend:
 
     name: str
     """What the user calls the recipe, and the key of the registry."""
+
+    compiles: bool = False
+    """Whether its products are compiled where the model is: see `compiled`."""
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         """The forward product x @ weight.T, shape (M, N)."""
@@ -74,6 +78,7 @@ class Backend:
 
 
 _REGISTRY: dict[str, Backend] = {}
+_COMPILED: dict[str, _Compiled] = {}
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "int8")
 """The recipes that have a name; `recipe` also takes "auto", "fake(...)", a torchao config object or a `Backend`."""
@@ -88,6 +93,51 @@ def register(backend: Backend) -> Backend:
 def get(name: str) -> Backend:
     """The registered backend called `name`."""
     return _REGISTRY[name]
+
+
+def compiled(name: str) -> Backend:
+    """The registered backend called `name`, its products compiled if it says that it `compiles`.
+
+    A compiled model's layers take theirs from here. A cast is a dozen small kernels, which inductor makes one or two;
+    without this, the opaque op would keep it from them. Whoever does not compile the model gets torchao's eager casts,
+    to the bit, and waits for no compiler.
+    """
+    backend = _REGISTRY[name]
+    if not backend.compiles:
+        return backend
+    if name not in _COMPILED or _COMPILED[name].eager is not backend:
+        _COMPILED[name] = _Compiled(backend)
+    return _COMPILED[name]
+
+
+class _Compiled(Backend):
+    """A backend with its products compiled."""
+
+    def __init__(self, eager: Backend) -> None:
+        self.eager, self.name, self.takes_rows = eager, eager.name, eager.takes_rows  # type: ignore[method-assign]
+        # One graph for all sizes, but where two of them are equal. Intermediate results are rounded as in eager mode.
+        compile_ = partial(torch.compile, dynamic=True, options={"emulate_precision_casts": True})
+        self._output, self._grads = compile_(eager.output), compile_(eager.grads)
+
+    def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        with _below_autograd():
+            return self._output(x_MK.detach(), weight_NK.detach())
+
+    def grads(
+        self, grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, need_input: bool, need_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        operands = grad_MN.detach(), x_MK.detach(), weight_NK.detach()
+        with _below_autograd():
+            return self._grads(*operands, need_input=need_input, need_weight=need_weight)
+
+
+@contextmanager
+def _below_autograd() -> Iterator[None]:
+    """The op has its own backward; inductor would make others, for each combination of tensors that require grad."""
+    # A graph's first run happens inside of its compilation, with this key off; dynamo would make a second graph with it.
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(key):
+        yield
 
 
 def resolve(recipe: Any) -> Backend:

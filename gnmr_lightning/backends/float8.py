@@ -40,6 +40,8 @@ class Float8Backend(Backend):
         ValueError: float8 all-gather is on.
     """
 
+    compiles = True
+
     def __init__(self, config: Float8LinearConfig, name: str | None = None) -> None:
         if config.enable_fsdp_float8_all_gather:
             raise ValueError(

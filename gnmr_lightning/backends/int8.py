@@ -21,6 +21,8 @@ _MIN_ROWS = 17  # ... and at least this many rows; torchao's Triton kernel, used
 class Int8Backend(Backend):
     """The three matmuls of a torchao `Int8MixedPrecisionTrainingConfig`; one that is switched off runs in bf16."""
 
+    compiles = True
+
     def __init__(self, config: Int8MixedPrecisionTrainingConfig) -> None:
         self.config = config
         off = [name for name in ("output", "grad_input", "grad_weight") if not getattr(config, name)]
