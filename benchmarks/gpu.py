@@ -245,7 +245,7 @@ def main() -> None:
         "ours, gnmr": (blind, 0.0),
     }
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for _ in range(1 if args.quick else 2):
+    for _ in range(1 if args.quick or args.smoke else 2):
         for side, (precision, share) in sides.items():
             runs[side].append(run(size, device, precision, share, args.seed))
             gc.collect()
