@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 
-def arguments(name: str, description: str) -> argparse.Namespace:
-    """The arguments that every benchmark takes."""
+def arguments(name: str, description: str, **switches: str) -> argparse.Namespace:
+    """The arguments that every benchmark takes, and its own `switches`: the help of each by its name."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="the same on fewer cases, under a minute on 2 cores")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and rows there, too")
+    for switch, explained in switches.items():
+        parser.add_argument(f"--{switch}", action="store_true", help=explained)
     return parser.parse_args()
 
 
