@@ -54,6 +54,8 @@ class Setting:
     faults: tuple[tuple[str, float], ...] = ()
     """Kinds and factors, of which each burst takes one; none for trouble that comes by itself, or not at all."""
     lr: float = 1e-3
+    momentum: float | None = None
+    """Of SGD; None for AdamW."""
     other_text: bool = False
     """Whether the text is another than the one that the model was pretrained on."""
     arms: tuple[str, ...] = ()
@@ -70,8 +72,11 @@ _BURSTS = (
 )
 SETTINGS = {
     "stress": Setting(lambda: stress.Rounded(8), _BURSTS, arms=ARMS),
-    "stress_4bit": Setting(lambda: stress.Rounded(4), lr=2e-2, arms=(*_FEW, "gnmr", "clip")),
-    "coarse": Setting(lambda: stress.Rounded(3), arms=_FEW),
+    "stress_4bit": Setting(
+        lambda: stress.Rounded(4, stochastic=False), lr=0.2, momentum=0.9, arms=(*_FEW, "gnmr", "random", "clip")
+    ),
+    "stress_4bit_adam": Setting(lambda: stress.Rounded(4), lr=2e-2, arms=(*_FEW, "gnmr", "clip")),
+    "coarse": Setting(lambda: stress.Rounded(3), arms=(*_FEW, "gnmr")),
     "blockwise": Setting(
         lambda: backends.resolve("float8_blockwise"),
         (("outlier_channel", 2.0**24),),
@@ -81,18 +86,20 @@ SETTINGS = {
         lambda: stress.Rounded(8),
         (("outlier_channel", 256.0),),
         5e-4,
-        True,
-        (*_FEW, "gnmr", "random", "clip", "oracle"),
+        other_text=True,
+        arms=(*_FEW, "gnmr", "random", "clip", "oracle"),
     ),
     "finetune_float8": Setting(
         lambda: backends.resolve("fake(a=e4m3, w=e4m3, g=e5m2)"),
         (("outlier_channel", 2.0**24),),
         5e-4,
-        True,
-        (*_FEW, "oracle"),
+        other_text=True,
+        arms=(*_FEW, "oracle"),
     ),
     "healthy": Setting(lambda: stress.Rounded(8), arms=(*_FEW, "gnmr")),
-    "healthy_finetune": Setting(lambda: backends.resolve("fake(a=e4m3, w=e4m3, g=e5m2)"), (), 5e-4, True, _FEW),
+    "healthy_finetune": Setting(
+        lambda: backends.resolve("fake(a=e4m3, w=e4m3, g=e5m2)"), lr=5e-4, other_text=True, arms=_FEW
+    ),
 }
 """In the float8 settings the factor is above e4m3's range, 2^18 from its largest value to its smallest: a block or
 tensor with the outlier channel in it keeps that channel alone."""
@@ -198,9 +205,12 @@ class _Decayed(stress.StressGPT):
     """Its learning rate rises for 30 steps and falls to zero at the last: final losses then vary little by chance."""
 
     steps: int
+    momentum: float | None
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        optimizer: Optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        if self.momentum is not None:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
         shape = lambda step: min(1.0, (step + 1) / 30, (self.steps - step) / (0.6 * self.steps))  # noqa: E731
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -224,7 +234,7 @@ def run(job: Job, arm: str, locks: list[tuple[int, int]]) -> dict[str, Any]:
     setting, seed, steps = SETTINGS[job.setting], job.seed, job.steps
     torch.manual_seed(seed)
     model = _Decayed(lr=setting.lr)
-    model.steps = steps
+    model.steps, model.momentum = steps, setting.momentum
     train, validation = other_texts() if setting.other_text else stress.texts()
     model.load_state_dict(torch.load(job.weights, weights_only=True))
     healthy = setting.backend()

@@ -48,12 +48,14 @@ def texts() -> tuple[Tensor, Tensor]:
 class Rounded(Backend):
     """Operands rounded per tensor to integers of `bits` bits; products in fp32, as in a kernel with a wide accumulator.
 
-    grad_output is rounded stochastically, which is what keeps a gradient right on average at few bits.
+    grad_output is rounded stochastically, which is what keeps a gradient right on average at few bits; or, as the other
+    operands are, to the nearest.
     """
 
-    def __init__(self, bits: int = 8) -> None:
+    def __init__(self, bits: int = 8, *, stochastic: bool = True) -> None:
         self.levels = 2 ** (bits - 1) - 1
-        self.name = f"rounded_{bits}"
+        self.stochastic = stochastic
+        self.name = f"rounded_{bits}" + ("" if stochastic else "_nearest")
 
     def _round(self, operand: Tensor, *, stochastic: bool = False) -> Tensor:
         operand = operand.float()
@@ -67,7 +69,7 @@ class Rounded(Backend):
     def grads(
         self, grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, need_input: bool, need_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        rounded = self._round(grad_MN, stochastic=True)
+        rounded = self._round(grad_MN, stochastic=self.stochastic)
         return (
             (rounded @ self._round(weight_NK)).to(grad_MN.dtype) if need_input else None,
             (rounded.t() @ self._round(x_MK)).to(grad_MN.dtype) if need_weight else None,

@@ -2,7 +2,8 @@
 
 There are two rules of who is at risk. method="product_error", the default, judges the errors of a unit's low-precision
 products: it is in `product_error.py`, and docs/method.md says why. method="gnmr" is the paper's plain rule on gradient
-norms, and is here; the default reports its GNMR and Delta-GNMR, too. Locks and budget are the same for both.
+norms, and is here; the default takes it for units whose format is coarse all the time, and reports its GNMR and
+Delta-GNMR for all. Locks and budget are the same for both.
 
 GNMR (Gradient Norm-to-Mean Ratio, arXiv 2606.00539, of which only the abstract was public to us: the definitions here
 are this project's own reading) compares a unit's gradient norm n with its historical mean m. Delta-GNMR is the abrupt
@@ -79,8 +80,8 @@ class GNMRConfig:
     """
 
     method: Method = "product_error"
-    """What risk is: "product_error", the rise of the error of the unit's low-precision products; or "gnmr", GNMR and
-    Delta-GNMR of its gradient norm, the paper's plain rule."""
+    """What risk is: "product_error", the rise of the error of the unit's low-precision products, and GNMR where that
+    error is large all the time; or "gnmr", GNMR and Delta-GNMR of its gradient norm alone, the paper's plain rule."""
     error_threshold: float | Literal["auto"] = "auto"
     """method="product_error": risk is above 1 when a product's relative error is above this many times its own mean;
     above 1, or "auto", from 2 to 8 by how much the error varies while the unit is healthy."""
@@ -92,9 +93,9 @@ class GNMRConfig:
     taking turns, in each of its first 20 steps, in the last of a lock, and after a non-finite gradient; at least 1.
     A sick unit is found that many steps later at most, at that fraction of the cost."""
     threshold: float = 2.0
-    """method="gnmr": risk is above 1 when GNMR is above this; above 1."""
+    """Risk by GNMR is above 1 when GNMR is above this; above 1."""
     delta_threshold: float = 1.0
-    """method="gnmr": risk is above 1 when Delta-GNMR is above this; positive. With 1, a settled unit (mean ratio 1)
+    """Risk by GNMR is above 1 when Delta-GNMR is above this; positive. With 1, a settled unit (mean ratio 1)
     meets both limits at the same norm, 2 m, and Delta-GNMR speaks first only where the norms had been falling."""
     delta_window: int = 8
     """Admitted steps whose mean ratio Delta-GNMR is measured against; at least 1. Costs 8 bytes a unit and step."""
@@ -113,9 +114,9 @@ class GNMRConfig:
     """maxO, the most units locked at once: a number of units (int), or a share of them (float in (0, 1], at least
     one unit)."""
     two_sided: bool = False
-    """method="gnmr": whether a collapse of the norm is a risk, too. Saturated and underflowing operands lower it."""
+    """Risk by GNMR: whether a collapse of the norm is a risk, too. Saturated and underflowing operands lower it."""
     common_mode: CommonMode = "none"
-    """method="gnmr": whether a change that all units share ("median") is divided out: a bad batch or a step of the
+    """Risk by GNMR: whether a change that all units share ("median") is divided out: a bad batch or a step of the
     learning rate."""
 
     def __post_init__(self) -> None:
@@ -310,7 +311,8 @@ class GNMRController:
         if self._errors is not None and errors_3U is not None:
             if stepping_U is not self._everyone:
                 errors_3U = np.where(stepping_U, errors_3U, math.nan)
-            risk_U, rise_U = self._errors.update(errors_3U, ~was_locked_U)
+            risk_U, rise_U, coarse_U = self._errors.update(errors_3U, ~was_locked_U)
+            risk_U = np.where(coarse_U, np.maximum(risk_U, norm_risk_U), risk_U)
             risk_U = self._trace(risk_U, began_U, nonfinite_U, stepping_U, measured_U)
         any_risk = risk_U.max() > 1
 

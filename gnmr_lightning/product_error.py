@@ -8,9 +8,11 @@ relative error of one product in this step and m its historical mean,
 
 r is `error_threshold`, or with "auto" 1 + 10 s within 2 and 8, where s is the product's own relative deviation, the
 root of the mean of (e / m - 1)^2: a product that is steady while it is healthy is believed sooner than one that is not,
-as one with stochastically rounded gradients. The mean makes the rule blind to how coarse a format is by itself, which
-the recovery of a few units does not change. The floor makes it blind to rises that nothing comes of; it is 5 times
-higher for the gradients' products, whose errors the optimizer averages out, than for the output's.
+as one with stochastically rounded gradients. The floor makes the rule blind to rises that nothing comes of; for the
+gradients' products, whose errors the optimizer averages out, it is 5 times that for the output's.
+
+Where m itself is above the floor, the format is coarse all the time (4 bits), and no rise tells when that does harm.
+There the gradient norm does: the risk of such a unit is GNMR's, if that is higher.
 
 As with GNMR, an e whose risk is above 1 enters the history limited, as r * m: a burst cannot raise its own baseline, a
 lasting change is learnt. While a unit is locked, its errors come from the few rows on which it tries low precision:
@@ -54,7 +56,7 @@ class ErrorRise:
         # Decayed sums: of the errors, of (e / m - 1)^2, and of ones.
         self.errors_3U, self.squares_3U, self.weights_3U = values(), values(), values()
 
-    def update(self, errors_3U: NDArray[np.float64], learn_U: NDArray[np.bool_]) -> tuple[NDArray, NDArray]:
+    def update(self, errors_3U: NDArray[np.float64], learn_U: NDArray[np.bool_]) -> tuple[NDArray, NDArray, NDArray]:
         """Judges one step's errors (nan where there was no product) by the history, then takes them into it.
 
         Divides by zero where there is no history: call it under `np.errstate(all="ignore")`.
@@ -64,7 +66,8 @@ class ErrorRise:
             learn_U: bool: the units whose errors enter the history.
 
         Returns:
-            risk and rise (e / m, the largest of the three), (U,) float64 each; 0 without evidence.
+            risk and rise (e / m, the largest of the three), (U,) float64 each, 0 without evidence; and the units that
+            are coarse all the time, bool.
         """
         mean_3U = self.errors_3U / self.weights_3U  # nan before the first error
         limit_3U = mean_3U * self._ratio()
@@ -86,7 +89,8 @@ class ErrorRise:
         np.copyto(risk_3U, math.inf, where=infinite_3U)
         np.copyto(rise_3U, 0.0, where=mean_3U == 0)  # no evidence
         np.copyto(rise_3U, math.inf, where=infinite_3U)
-        return np.fmax.reduce(risk_3U, initial=0.0), np.fmax.reduce(rise_3U, initial=0.0)  # nan is no evidence
+        coarse_U: NDArray = np.logical_or.reduce(mean_3U > self._floor_3U)
+        return np.fmax.reduce(risk_3U, initial=0.0), np.fmax.reduce(rise_3U, initial=0.0), coarse_U  # nan: no evidence
 
     def _ratio(self) -> NDArray | float:
         """r, (3, U) or a number."""

@@ -117,6 +117,12 @@ def test_a_coarse_format_is_no_fault_and_a_lasting_change_is_learnt():
     control = controller()
     coarse = f64(*[[0.5, 0.9, 0.9]] * 3)
     assert not any(control.update(NORMS, errors=coarse).locked.any() for _ in range(50))
+    # But there the norm says when that does harm; a unit whose products are fine is none the worse for its norm.
+    spike = torch.tensor([1.0, 9.0, 1.0], dtype=torch.float64)
+    assert control.update(spike, errors=coarse).locked.tolist() == [False, True, False]
+    fine = controller()
+    feed(fine, 50)
+    assert not fine.update(spike, errors=HEALTHY).locked.any()
     rule = ErrorRise(1, "auto", 0.1, 0.98)
     for _ in range(20):
         judge(rule, [0.05, 0.05, 0.05])
