@@ -1,6 +1,6 @@
-"""Writes what the benchmarks found into docs/results.md: its tables and pictures. `make figures`.
+"""Writes what the benchmarks found into docs/results.md and docs/performance.md: tables and pictures. `make figures`.
 
-The page's prose is written by hand; each table stands between two marks that name it, `<!-- NAME -->` and
+The pages' prose is written by hand; each table stands between two marks that name it, `<!-- NAME -->` and
 `<!-- /NAME -->`, and is made from the JSON files in benchmarks/results. Nothing is measured here.
 """
 
@@ -18,11 +18,12 @@ from .detection import suffix_of
 from .quality import SETTINGS
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "results.md"
+DOCS = ROOT / "docs"
 PICTURES = ROOT / "docs" / "pictures"
 
 DETECTORS = {
     "product_error": "**product_error (shipped)**",
+    "product_error_every_step": "the same, every unit probed in every step",
     "gnmr": "plain GNMR",
     "gnmr_delta": "GNMR with Delta-GNMR",
     "two_sided": "two-sided",
@@ -64,10 +65,10 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def machine() -> str:
+def machine(*names: str) -> str:
     """What the figures were measured on."""
     lines = []
-    for name in ("detection", "quality"):
+    for name in names:
         result = load(name)
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
         cpu = result["machine"]
@@ -145,24 +146,71 @@ def setting(name: str) -> str:
     return markdown([*header, "largest jump of the loss"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "machine": machine,
-    "detection": detection,
-    "kinds": kinds,
-    **{name: partial(setting, name) for name in SETTINGS},
+GOALS = (
+    ("recompiles", "max_recompiles", "0", "graphs compiled while random units are flipped, all recipes"),
+    ("recompiles", "max_abs_diff_vs_eager", "0", "largest difference of a loss from eager's"),
+    ("overhead", "eager_vs_torchao", "1.00", "step over stock torchao's, eager"),
+    ("overhead", "compiled_vs_torchao", "1.02", "step over stock torchao's, each block compiled"),
+    ("overhead", "control", "1.01", "step with control over without"),
+    ("overhead", "control_with_clip", "1.00", "the same with clipping by norm"),
+    ("overhead", "recovered_vs_bf16", "1.02", "step with all units recovered over plain bf16"),
+    ("controller", "us_280", "100", "microseconds of a decision on 280 units"),
+    ("signal", "vs_clip_grad_norm", "1.05", "norms of 280 units over torch's clip_grad_norm_"),
+    ("memory", "rss_vs_torchao", "1.01", "peak memory over stock torchao's"),
+    ("memory", "bytes_per_unit", "256", "bytes of state for a unit of one layer"),
+    ("memory", "bytes_per_flip", "0", "bytes copied when a unit is flipped"),
+    ("startup", "import_vs_deps", "1.05", "import over that of lightning, torchao and torchmetrics"),
+    ("startup", "convert_1000_s", "1", "seconds to convert 1,000 layers"),
+    ("startup", "compile_vs_torchao", "1.1", "first compiled step over stock torchao's"),
+    ("startup", "first_recovery_vs_step", "1.5", "the first recovery's step over the steps before"),
+)
+"""Benchmark, figure, the most that it should be, and in words."""
+
+
+def goals() -> str:
+    """A row for each goal of speed: what was measured, and whether it is met."""
+    rows = []
+    for name, key, most, words in GOALS:
+        value = load(name)["figures"][key]
+        met = "yes" if value <= float(most) else "**no**"
+        rows.append([words, f"`{name}`: `{key}`", most, f"{value:.4g}", met])
+    return markdown(["what", "figure", "goal, at most", "measured", "met"], rows)
+
+
+def cases(name: str) -> str:
+    """Every row of a benchmark, as it prints it."""
+    rows = load(name)["rows"]
+    cells = [["-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in rows]
+    return markdown(rows[0], cells)
+
+
+SPEED = ("overhead", "recompiles", "controller", "signal", "memory", "startup")
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "results.md": {
+        "machine": partial(machine, "detection", "quality"),
+        "detection": detection,
+        "kinds": kinds,
+        **{name: partial(setting, name) for name in SETTINGS},
+    },
+    "performance.md": {
+        "machine": partial(machine, *SPEED),
+        "goals": goals,
+        **{name: partial(cases, name) for name in SPEED},
+    },
 }
 
 
-def filled(page: str) -> str:
-    """The page with its tables as the results are now.
+def filled(name: str) -> str:
+    """A page of the docs with its tables as the results are now.
 
     Raises:
         ValueError: a table without its marks.
     """
-    for name, table in TABLES.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    page = (DOCS / name).read_text(encoding="utf-8")
+    for mark, table in TABLES[name].items():
+        start, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
         if (page.count(start), page.count(end)) != (1, 1):
-            raise ValueError(f"{PAGE.name} does not have the marks of the table {name!r} once each: write {start}{end}")
+            raise ValueError(f"{name} does not have the marks of the table {mark!r} once each: write {start}{end}")
         before, _, rest = page.partition(start)
         page = f"{before}{start}{table()}\n{end}{rest.partition(end)[2]}"
     return page
@@ -205,9 +253,10 @@ def pictures() -> None:
 
 
 def main() -> None:
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in TABLES:
+        (DOCS / name).write_text(filled(name), encoding="utf-8")
     pictures()
-    print(f"{PAGE} and {PICTURES} are written")
+    print(f"{', '.join(TABLES)} and the pictures in {DOCS} are written")
 
 
 if __name__ == "__main__":
