@@ -9,8 +9,9 @@ Legend: M = rows (batch * sequence), K = in_features, N = out_features.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -111,31 +112,42 @@ def compiled(name: str) -> Backend:
 
 
 class _Compiled(Backend):
-    """A backend with its products compiled."""
+    """A backend with its products compiled, for each size of weight on its own: that is faster by a tenth."""
 
     def __init__(self, eager: Backend) -> None:
         self.eager, self.name, self.takes_rows = eager, eager.name, eager.takes_rows  # type: ignore[method-assign]
-        # Intermediate results are rounded as in eager mode.
-        compile_ = partial(torch.compile, options={"emulate_precision_casts": True})
-        self._output, self._grads = compile_(eager.output), compile_(eager.grads)
+        self._outputs: dict[torch.Size, Callable[..., Tensor]] = {}
+        self._grads: dict[tuple[torch.Size, bool, bool], Callable[..., tuple[Tensor | None, Tensor | None]]] = {}
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        size = weight_NK.shape
+        if size not in self._outputs:
+            self._outputs[size] = _compile(self.eager.output)
         with _below_autograd():
-            return self._output(x_MK.detach(), _static(weight_NK))
+            return self._outputs[size](x_MK.detach(), weight_NK.detach())
 
     def grads(
         self, grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, need_input: bool, need_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        operands = grad_MN.detach(), x_MK.detach(), _static(weight_NK)
+        key = weight_NK.shape, need_input, need_weight
+        if key not in self._grads:
+            self._grads[key] = _compile(partial(self.eager.grads, need_input=need_input, need_weight=need_weight))
         with _below_autograd():
-            return self._grads(*operands, need_input=need_input, need_weight=need_weight)
+            return self._grads[key](grad_MN.detach(), x_MK.detach(), weight_NK.detach())
 
 
-def _static(weight_NK: Tensor) -> Tensor:
-    """The weight, whose sizes the compiler takes as constants: a graph for each, which is faster by a tenth."""
-    weight_NK = weight_NK.detach()
-    torch._dynamo.mark_static(weight_NK)
-    return weight_NK
+def _compile(product: Callable[..., Any]) -> Callable[..., Any]:
+    """`product` compiled, its intermediate results rounded as in eager mode."""
+
+    def call(*operands: Tensor) -> Any:
+        return product(*operands)
+
+    # A code object of its own has a cache of its own: dynamo keeps 8 graphs of one, and runs what is above in eager.
+    call.__code__ = call.__code__.replace(co_name=f"{call.__name__}_{next(_NUMBERS)}")
+    return torch.compile(call, options={"emulate_precision_casts": True})
+
+
+_NUMBERS = itertools.count()
 
 
 @contextmanager
