@@ -6,15 +6,11 @@ initial weights, batches and faults, and trains through GNMRPrecision; arms diff
 gradients are clipped. Faults come in bursts, on one unit at a time. The oracle knows the sick unit, one step late, as a
 controller at best can. All policies were chosen on the development seeds; figures come from the reported seeds alone.
 See docs/results.md.
-
-A change of the default policy leaves most arms as they are: `--policy` runs those that follow it (`product_error`, and
-`random`, which repeats its locks) and what is new, and takes all other rows from the file given with `--json`.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import random
 import statistics
@@ -66,7 +62,6 @@ class Setting:
 
 
 ARMS = ("bf16", "none", "product_error", "gnmr", "random", "first_last", "static", "clip", "zclip", "oracle")
-FOLLOW = ("product_error", "random")
 _FEW = ("bf16", "none", "product_error")
 _BURSTS = (
     ("input_saturated", 32.0),
@@ -189,6 +184,7 @@ def other_texts() -> tuple[Tensor, Tensor]:
 
 def pretrain(file: Path) -> None:
     """Trains a model on the standard library in fp32 and writes its weights."""
+    torch.set_num_threads(1)  # two threads give other weights than one
     torch.manual_seed(0)
     model = stress.StressGPT()
     batches = Windows(stress.texts()[0], BATCH_SIZE, stress.SEQ_LEN, 12345, batches=PRETRAINING)
@@ -232,7 +228,6 @@ class Job:
     """Of the pretrained model."""
     static: tuple[int, ...] = (2, 3)
     """The units that the static arm keeps in bf16."""
-    arms: tuple[str, ...] = ()
 
 
 def run(job: Job, arm: str, locks: list[tuple[int, int]]) -> dict[str, Any]:
@@ -298,7 +293,7 @@ def arms(job: Job) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for arm in job.arms:
+    for arm in SETTINGS[job.setting].arms:
         locks: list[tuple[int, int]] = next((row["locks"] for row in rows if row["arm"] == "product_error"), [])
         rows.append(run(job, arm, locks))
     return rows
@@ -313,24 +308,21 @@ def static_trials(job: Job) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
 
 
 def main() -> None:
-    args = arguments("quality", __doc__.splitlines()[0], policy="run what follows the default policy alone")
+    args = arguments("quality", __doc__.splitlines()[0])
     steps = 80 if args.quick else STEPS
     names = ("stress",) if args.quick else tuple(SETTINGS)
     seeds = [args.seed + seed for seed in (REPORTED[:1] if args.quick else REPORTED)]
     with TemporaryDirectory() as folder, ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         weights = Path(folder) / "pretrained.pt"
         pretrain(weights)
-        kept = [r for r in json.loads(args.json.read_text())["rows"] if r["arm"] not in FOLLOW] if args.policy else []
-        there = {(row["setting"], row["arm"]) for row in kept}
-        arms_of = {name: tuple(arm for arm in SETTINGS[name].arms if (name, arm) not in there) for name in names}
         static: dict[str, tuple[int, ...]] = {}
-        trials = [n for n in names if "static" in arms_of[n] and not args.quick]
+        trials = [n for n in names if "static" in SETTINGS[n].arms and not args.quick]
         for tried in pool.map(static_trials, [Job(name, DEVELOPMENT[0], steps, weights) for name in trials]):
             best, row = min(tried, key=lambda pair: pair[1]["loss"])
             static[row["setting"]] = best
-        jobs = [Job(n, seed, steps, weights, static.get(n, (2, 3)), arms_of[n]) for seed in seeds for n in names]
+        jobs = [Job(name, seed, steps, weights, static.get(name, (2, 3))) for seed in seeds for name in names]
         found = [row for rows in pool.map(arms, jobs) for row in _said(rows)]
-    report(args, "quality", *summary(found, static, kept))
+    report(args, "quality", *summary(found, static))
 
 
 def _said(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -341,20 +333,18 @@ def _said(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(
-    found: list[dict[str, Any]], static: dict[str, tuple[int, ...]], kept: list[dict[str, Any]]
+    found: list[dict[str, Any]], static: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Figures, and a row for each setting and arm; those in `kept` are taken as they are."""
+    """Figures, and a row for each setting and arm."""
     of: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    losses_of = {(row["setting"], row["arm"]): row["losses"] for row in kept}
     for result in found:
         of[result["setting"], result["arm"]].append(result)
-        losses_of.setdefault((result["setting"], result["arm"]), []).append(result["loss"])
-    rows: list[dict[str, Any]] = list(kept)
+    rows: list[dict[str, Any]] = []
     for (setting, arm), results in of.items():
-        none, bf16 = losses_of[setting, "none"], losses_of[setting, "bf16"]
-        losses = losses_of[setting, arm]
-        over_none = [loss - n for loss, n in zip(losses, none, strict=True)]
-        gap = statistics.fmean(n - b for n, b in zip(none, bf16, strict=True))
+        none, bf16 = of[setting, "none"], of[setting, "bf16"]
+        losses = [result["loss"] for result in results]
+        over_none = [r["loss"] - n["loss"] for r, n in zip(results, none, strict=True)]
+        gap = statistics.fmean(n["loss"] - b["loss"] for n, b in zip(none, bf16, strict=True))
         spread = statistics.stdev if len(results) > 1 else lambda values: 0.0
         rows.append(
             {
@@ -374,8 +364,6 @@ def summary(
                 "losses": [round(loss, 4) for loss in losses],
             }
         )
-    order = [(setting, arm) for setting in SETTINGS for arm in SETTINGS[setting].arms]
-    rows.sort(key=lambda r: order.index((r["setting"], r["arm"])))
     row = {(r["setting"], r["arm"]): r for r in rows}
     figures: dict[str, float] = {}
     for key, setting, arm, column in (
