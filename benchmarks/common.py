@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -48,7 +49,9 @@ def ratio(times: Mapping[str, list[float]], over: str, under: str) -> float:
 
 
 def spread(times: list[float]) -> float:
-    """Half the interquartile range by the median: how far one repetition lies from another."""
+    """Half the interquartile range by the median: how far one repetition lies from another; nan of one alone."""
+    if len(times) < 2:
+        return math.nan
     low, middle, high = statistics.quantiles(times, n=4)
     return (high - low) / 2 / middle
 

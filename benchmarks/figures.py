@@ -190,7 +190,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "machine": partial(machine, "detection", "quality"),
         "detection": detection,
         "kinds": kinds,
-        **{name: partial(setting, name) for name in SETTINGS},
+        **{name: partial(setting, name) for name in dict.fromkeys(row["setting"] for row in load("quality")["rows"])},
     },
     "performance.md": {
         "machine": partial(machine, *SPEED),

@@ -184,7 +184,7 @@ def other_texts() -> tuple[Tensor, Tensor]:
 
 def pretrain(file: Path) -> None:
     """Trains a model on the standard library in fp32 and writes its weights."""
-    torch.set_num_threads(1)  # two threads give other weights than one
+    torch.set_num_threads(1)  # so that they are the same from run to run
     torch.manual_seed(0)
     model = stress.StressGPT()
     batches = Windows(stress.texts()[0], BATCH_SIZE, stress.SEQ_LEN, 12345, batches=PRETRAINING)

@@ -56,7 +56,7 @@ class Clock(pl.Callback):
         self.times.append(time.perf_counter() - self.started)
 
 
-def fit(side: str, recipe: str, compiled: bool) -> None:
+def fit(side: str, recipe: str, compiled: bool, n_layers: int) -> None:
     """Trains a byte GPT for a few steps in this process and prints each step's time, in seconds."""
     from examples.byte_gpt import ByteGPT, Windows
     from gnmr_lightning import GNMRPrecision
@@ -65,7 +65,7 @@ def fit(side: str, recipe: str, compiled: bool) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = ByteGPT(n_layers=2, d_model=256, n_heads=4, seq_len=64)
+    model = ByteGPT(n_layers, d_model=256, n_heads=4, seq_len=64)
     if compiled:
         for block in model.blocks:
             block.compile(fullgraph=True)
@@ -97,9 +97,9 @@ def import_time(modules: str) -> list[float]:
     return [alone(f"import time; t = time.perf_counter()\nimport {modules}\nprint(time.perf_counter() - t)")]
 
 
-def steps(side: str, recipe: str, compiled: bool) -> list[float]:
+def steps(side: str, recipe: str, compiled: bool, n_layers: int) -> list[float]:
     """Seconds of each step."""
-    return alone(f"from benchmarks.startup import fit; fit({side!r}, {recipe!r}, {compiled})")
+    return alone(f"from benchmarks.startup import fit; fit({side!r}, {recipe!r}, {compiled}, {n_layers})")
 
 
 def convert() -> float:
@@ -118,7 +118,7 @@ def main() -> None:
 
     modules = {"ours": "gnmr_lightning", "deps": DEPENDENCIES}
     sides = {name: partial(import_time, module) for name, module in modules.items()}
-    imports = interleave(sides, 2 if args.quick else 9)
+    imports = interleave(sides, 1 if args.quick else 9)
     imported = ratio(imports, "ours", "deps")
     rows.append({"what": "import", "ratio": imported, "s": statistics.median(imports["ours"])})
     rows[-1]["spread"] = spread(imports["ours"])
@@ -133,7 +133,7 @@ def main() -> None:
             over = []
             for _ in range(1 if args.quick else 3):
                 for side in first if compiled else ("ours",):
-                    times = steps(side, recipe, compiled)
+                    times = steps(side, recipe, compiled, 1 if args.quick else 2)
                     if compiled:
                         first[side].append(times[0])
                     if side == "ours":
