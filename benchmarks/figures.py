@@ -170,7 +170,7 @@ GOALS = (
 def goals() -> str:
     """A row for each goal of speed: what was measured, and whether it is met."""
     rows = []
-    for name, key, most, words in GOALS:
+    for name, key, most, words in (goal for goal in GOALS if goal[0] in SPEED):
         value = load(name)["figures"][key]
         met = "yes" if value <= float(most) else "**no**"
         rows.append([words, f"`{name}`: `{key}`", most, f"{value:.4g}", met])
@@ -184,7 +184,8 @@ def cases(name: str) -> str:
     return markdown(rows[0], cells)
 
 
-SPEED = ("overhead", "recompiles", "controller", "signal", "memory", "startup")
+SPEED = ("controller", "signal")
+"""Those of the benchmarks in `GOALS` that have been run in full; the others are due."""
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "results.md": {
         "machine": partial(machine, "detection", "quality"),

@@ -152,4 +152,4 @@ def test_the_documents_name_every_recipe_and_every_member_of_the_protocol():
     for recipe in backends.RECIPES:
         assert all(f"| `{recipe}` |" in text or f'| `"{recipe}"` |' in text for text in documents), recipe
     for member in (name for name in vars(backends.Backend) if not name.startswith("_")):
-        assert f"| `{member}(" in documents[0], member
+        assert f"| `{member}(" in documents[0] or f"| `{member}`, an attribute" in documents[0], member

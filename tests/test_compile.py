@@ -89,6 +89,39 @@ def test_a_backend_says_whether_it_is_compiled_where_the_model_is(compiles):
     torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "int8"])
+def test_compiled_products_are_the_eager_ones_to_the_bit_for_any_number_of_rows(recipe):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager = backends.resolve(recipe)
+    compiled = backends.compiled(eager.name)
+    weight = nn.Parameter(torch.randn(32, 64))
+    for rows in (32, 16, 7, 64, 1, 2):  # a single row is one that inductor refuses
+        x, grad = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 32).bfloat16()
+        ours = [b.output(x, weight).detach() for b in (compiled, eager)]
+        assert torch.equal(*ours)
+        both = [b.grads(grad, x, weight, need_input=True, need_weight=True) for b in (compiled, eager)]
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_product_that_cannot_be_compiled_runs_eager_and_says_so(monkeypatch):
+    def refuse(*args, **kwargs):
+        def call(*operands):
+            raise torch._dynamo.exc.InternalTorchDynamoError("no compiler here")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    eager = backends.register(Counting(True))
+    compiled = backends.compiled(eager.name)
+    x, weight = torch.randn(32, 64), torch.randn(32, 64)
+    with pytest.warns(UserWarning, match="could not be compiled and runs eager, slower: no compiler here"):
+        first = compiled.output(x, weight)
+    assert torch.equal(first, compiled.output(x, weight))
+    assert eager.calls == 2
+
+
 def test_a_backend_that_takes_the_name_of_another_is_compiled_anew():
     first = backends.register(Counting(True))
     compiled = backends.compiled(first.name)

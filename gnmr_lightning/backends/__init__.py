@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 __all__ = ["RECIPES", "Backend", "compiled", "get", "register", "resolve"]
@@ -112,7 +113,10 @@ def compiled(name: str) -> Backend:
 
 
 class _Compiled(Backend):
-    """A backend with its products compiled, for each size of weight on its own: that is faster by a tenth."""
+    """A backend with its products compiled: a graph for each size of weight, which is faster by a tenth, for any rows.
+
+    Sizes of 1 stay eager: inductor refuses the float8 matmul of a single row or column.
+    """
 
     def __init__(self, eager: Backend) -> None:
         self.eager, self.name, self.takes_rows = eager, eager.name, eager.takes_rows  # type: ignore[method-assign]
@@ -121,33 +125,57 @@ class _Compiled(Backend):
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         size = weight_NK.shape
+        if 1 in (*x_MK.shape, *size):
+            return self.eager.output(x_MK, weight_NK)
         if size not in self._outputs:
             self._outputs[size] = _compile(self.eager.output)
         with _below_autograd():
-            return self._outputs[size](x_MK.detach(), weight_NK.detach())
+            return self._outputs[size](_any_rows(x_MK), weight_NK.detach())
 
     def grads(
         self, grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, need_input: bool, need_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         key = weight_NK.shape, need_input, need_weight
+        product = partial(self.eager.grads, need_input=need_input, need_weight=need_weight)
+        if 1 in (*x_MK.shape, *weight_NK.shape):
+            return product(grad_MN, x_MK, weight_NK)
         if key not in self._grads:
-            self._grads[key] = _compile(partial(self.eager.grads, need_input=need_input, need_weight=need_weight))
+            self._grads[key] = _compile(product)
         with _below_autograd():
-            return self._grads[key](grad_MN.detach(), x_MK.detach(), weight_NK.detach())
+            return self._grads[key](_any_rows(grad_MN), _any_rows(x_MK), weight_NK.detach())
 
 
 def _compile(product: Callable[..., Any]) -> Callable[..., Any]:
-    """`product` compiled, its intermediate results rounded as in eager mode."""
+    """`product` compiled, its intermediate results rounded as in eager mode; itself where it cannot be compiled."""
 
     def call(*operands: Tensor) -> Any:
         return product(*operands)
 
     # A code object of its own has a cache of its own: dynamo keeps 8 graphs of one, and runs what is above in eager.
     call.__code__ = call.__code__.replace(co_name=f"{call.__name__}_{next(_NUMBERS)}")
-    return torch.compile(call, options={"emulate_precision_casts": True})
+    compiled_call: Callable[..., Any] = torch.compile(call, options={"emulate_precision_casts": True})
+
+    def call_or_give_up(*operands: Tensor) -> Any:
+        nonlocal compiled_call
+        try:
+            return compiled_call(*operands)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).splitlines()[0]
+            rank_zero_warn(f"a low-precision cast could not be compiled and runs eager, slower: {reason}")
+            compiled_call = product
+            return product(*operands)
+
+    return call_or_give_up
 
 
 _NUMBERS = itertools.count()
+
+
+def _any_rows(operand_MK: Tensor) -> Tensor:
+    """Without autograd, its number of rows marked as one that changes: a ragged batch has the graph of the others."""
+    operand_MK = operand_MK.detach()
+    torch._dynamo.maybe_mark_dynamic(operand_MK, 0)
+    return operand_MK
 
 
 @contextmanager
