@@ -8,12 +8,22 @@ import math
 import os
 import platform
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of every benchmark's Trainer."""
 
 
 def arguments(name: str, description: str, **switches: str) -> argparse.Namespace:
@@ -25,6 +35,13 @@ def arguments(name: str, description: str, **switches: str) -> argparse.Namespac
     for switch, explained in switches.items():
         parser.add_argument(f"--{switch}", action="store_true", help=explained)
     return parser.parse_args()
+
+
+def alone(code: str) -> Any:
+    """What `code` prints last, run in a process of its own without inductor's caches, as JSON."""
+    env = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def interleave(sides: Mapping[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[float]]:
@@ -60,13 +77,13 @@ def report(args: argparse.Namespace, name: str, figures: dict[str, float], rows:
     """Prints the rows and the figures, and writes them to `--json FILE`."""
     if rows:
         columns = list(rows[0])
-        cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+        cells = [columns, *([cell(row.get(column)) for column in columns] for row in rows)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
         for line in cells:
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
         print()
     for key, value in figures.items():
-        print(f"{key}: {_cell(value)}")
+        print(f"{key}: {cell(value)}")
     if args.json is not None:
         content = {
             "benchmark": name,
@@ -85,7 +102,8 @@ def report(args: argparse.Namespace, name: str, figures: dict[str, float], rows:
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as the tables show it."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -14,12 +14,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from .common import cell
 from .detection import suffix_of
 from .quality import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PICTURES = ROOT / "docs" / "pictures"
+PICTURES = DOCS / "pictures"
 
 DETECTORS = {
     "product_error": "**product_error (shipped)**",
@@ -173,15 +174,14 @@ def goals() -> str:
     for name, key, most, words in (goal for goal in GOALS if goal[0] in SPEED):
         value = load(name)["figures"][key]
         met = "yes" if value <= float(most) else "**no**"
-        rows.append([words, f"`{name}`: `{key}`", most, f"{value:.4g}", met])
+        rows.append([words, f"`{name}`: `{key}`", most, cell(value), met])
     return markdown(["what", "figure", "goal, at most", "measured", "met"], rows)
 
 
 def cases(name: str) -> str:
     """Every row of a benchmark, as it prints it."""
     rows = load(name)["rows"]
-    cells = [["-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in rows]
-    return markdown(rows[0], cells)
+    return markdown(rows[0], (["-" if value is None else cell(value) for value in row.values()] for row in rows))
 
 
 SPEED = ("controller", "signal")

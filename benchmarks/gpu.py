@@ -39,8 +39,8 @@ from torch.utils.data import DataLoader
 
 from gnmr_lightning import GNMRConfig, GNMRPrecision
 
-from .common import arguments, report, spread
-from .overhead import NEVER, StockPrecision
+from .common import QUIET, arguments, report, spread
+from .overhead import NEVER, Recovered, StockPrecision
 from .recompiles import graphs
 
 RECIPE = "float8_rowwise"
@@ -119,22 +119,6 @@ class Llama(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-class Recovered(pl.Callback):
-    """Keeps a share of the units in bf16, evenly spread: each decision of the controller would release them."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        plugin = trainer.precision_plugin
-        assert isinstance(plugin, GNMRPrecision)
-        units = len(plugin.units)
-        count = round(self.share * units)
-        mask = torch.zeros(units, dtype=torch.bool)
-        mask[[(2 * i + 1) * units // (2 * count) for i in range(count)]] = True
-        plugin._apply(mask)
-
-
 class Meter(pl.Callback):
     """Marks the timed steps; counts graphs from warm-up on, and synchronisations of the host after the timed steps."""
 
@@ -192,10 +176,7 @@ def run(size: Size, device: str, precision: Callable[[], Precision], share: floa
         plugins=[precision()],
         callbacks=[meter, *([Recovered(share)] if share else [])],
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     found: dict[str, Any] = {"times": meter.times(), "graphs": meter.graphs_warm, "recompiles": meter.recompiles}

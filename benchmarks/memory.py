@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import resource
 import statistics
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,7 @@ from examples.byte_gpt import ByteGPT, Windows
 from gnmr_lightning import GNMRPrecision
 from gnmr_lightning.linear import RecoverableLinear
 
-from .common import arguments, interleave, ratio, report, spread
+from .common import QUIET, alone, arguments, interleave, ratio, report, spread
 from .overhead import StockPrecision
 
 
@@ -38,10 +36,7 @@ def train(side: str, recipe: str, steps: int) -> None:
         accelerator="cpu",
         plugins=[GNMRPrecision(recipe, "bf16-true") if side == "ours" else StockPrecision(recipe)],
         max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     text = torch.randint(256, (100_000,), dtype=torch.uint8)
     trainer.fit(ByteGPT(n_layers=4, d_model=512, n_heads=8, seq_len=256), Windows(text, 8, 256, seed=0))
@@ -50,9 +45,7 @@ def train(side: str, recipe: str, steps: int) -> None:
 
 def peak(side: str, recipe: str, steps: int) -> list[float]:
     """Peak resident memory of a process of its own, bytes."""
-    code = f"from benchmarks.memory import train; train({side!r}, {recipe!r}, {steps})"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return [float(run.stdout.split()[-1])]
+    return [alone(f"from benchmarks.memory import train; train({side!r}, {recipe!r}, {steps})")]
 
 
 class Made(TorchDispatchMode):

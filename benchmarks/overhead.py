@@ -31,11 +31,11 @@ from torch import nn
 
 from examples.byte_gpt import ByteGPT, Windows
 from gnmr_lightning import GNMRCallback, GNMRConfig, GNMRPrecision
+from gnmr_lightning.controller import _SETTLING
 
-from .common import arguments, interleave, ratio, report, spread
+from .common import QUIET, arguments, interleave, ratio, report, spread
 
 NEVER = GNMRConfig(warmup_steps=10**9)
-SETTLING = 20
 STOCK = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "int8")  # have a torchao layer on a CPU
 
 
@@ -86,13 +86,20 @@ class BlindPrecision(GNMRPrecision):
         torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
 
 
-class AllRecovered(pl.Callback):
-    """Keeps every unit in bf16: each decision of the controller would release them."""
+class Recovered(pl.Callback):
+    """Keeps a share of the units in bf16, evenly spread: each decision of the controller would release them."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         plugin = trainer.precision_plugin
         assert isinstance(plugin, GNMRPrecision)
-        plugin._apply(torch.ones(len(plugin.units), dtype=torch.bool))
+        units = len(plugin.units)
+        count = round(self.share * units)
+        mask = torch.zeros(units, dtype=torch.bool)
+        mask[[(2 * i + 1) * units // (2 * count) for i in range(count)]] = True
+        plugin._apply(mask)
 
 
 def smartclip() -> pl.Callback:
@@ -140,10 +147,7 @@ class Side:
             plugins=[precision()],
             callbacks=[*(kind() for kind in kinds), self.turns],
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
             limit_val_batches=0,
             **kwargs,
         )
@@ -181,7 +185,7 @@ def main() -> None:
                 for block in model.blocks:
                     block.compile(fullgraph=True)
             sides[name] = Side(model, batches, precision, *kinds, **kwargs)
-            for _ in range(SETTLING):
+            for _ in range(_SETTLING):
                 sides[name].turns.step()
         times = interleave({name: side.turns.step for name, side in sides.items()}, rounds)
         for side in sides.values():
@@ -194,6 +198,7 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
     found: dict[str, list[float]] = {}
+    plain = partial(HalfPrecision, "bf16-true")
     for d_model in (128,) if args.quick else (128, 512, 1024):
         for recipe in STOCK:
             stock = partial(StockPrecision, recipe)
@@ -210,8 +215,7 @@ def main() -> None:
         value = compare(d_model, "the same, with clipping", (ours,), (blind, Blind), gradient_clip_val=1.0)
         found.setdefault("control_with_clip", []).append(value)
         if d_model >= 512 or args.quick:
-            plain = partial(HalfPrecision, "bf16-true")
-            value = compare(d_model, "all recovered over bf16", (ours, AllRecovered), (plain,))
+            value = compare(d_model, "all recovered over bf16", (ours, partial(Recovered, 1.0)), (plain,))
             found.setdefault("recovered_vs_bf16", []).append(value)
         if not args.quick:
             ours = partial(GNMRPrecision, recipe, "bf16-mixed", control=NEVER)
@@ -219,7 +223,6 @@ def main() -> None:
                 d_model, "ours over Lightning's bf16-mixed", (ours,), (partial(MixedPrecision, "bf16-mixed", "cpu"),)
             )
             if importlib.util.find_spec("smartclip") is not None:
-                plain = partial(HalfPrecision, "bf16-true")
                 compare(d_model, "bf16 with smartclip over without", (plain, smartclip), (plain,))
     report(args, "overhead", {key: max(values) for key, values in found.items()}, rows)
 

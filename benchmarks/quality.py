@@ -35,7 +35,7 @@ from gnmr_lightning import GNMRConfig, GNMRPrecision, backends
 from gnmr_lightning.backends import Backend
 
 from . import stress
-from .common import arguments, report
+from .common import QUIET, arguments, report
 from .faults import FaultyBackend, install
 
 DEVELOPMENT, REPORTED = range(201, 203), range(11, 16)
@@ -188,18 +188,8 @@ def pretrain(file: Path) -> None:
     torch.manual_seed(0)
     model = stress.StressGPT()
     batches = Windows(stress.texts()[0], BATCH_SIZE, stress.SEQ_LEN, 12345, batches=PRETRAINING)
-    L.Trainer(**_quiet(), max_epochs=1).fit(model, batches)
+    L.Trainer(accelerator="cpu", **QUIET, max_epochs=1).fit(model, batches)
     torch.save(model.state_dict(), file)
-
-
-def _quiet() -> dict[str, Any]:
-    return {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
 
 
 class _Decayed(stress.StressGPT):
@@ -263,7 +253,9 @@ def run(job: Job, arm: str, locks: list[tuple[int, int]]) -> dict[str, Any]:
     }
     drive = Drive(plugin, healthy, plan, force.get(arm), z_clip=arm == "zclip")
     clip = 1.0 if arm == "clip" else None
-    trainer = L.Trainer(**_quiet(), plugins=[plugin], callbacks=[drive], max_epochs=1, gradient_clip_val=clip)
+    trainer = L.Trainer(
+        accelerator="cpu", **QUIET, plugins=[plugin], callbacks=[drive], max_epochs=1, gradient_clip_val=clip
+    )
     torch.manual_seed(seed)  # of stochastic rounding
     work: list[Tensor] = []
     teardown = plugin.teardown

@@ -19,7 +19,7 @@ from examples.byte_gpt import ByteGPT, Windows
 from gnmr_lightning import GNMRConfig, GNMRPrecision, backends
 from gnmr_lightning.linear import RecoverableLinear
 
-from .common import arguments, report
+from .common import QUIET, arguments, report
 
 WARM_UP = 3
 
@@ -87,10 +87,7 @@ def main() -> None:
                 plugins=[GNMRPrecision(recipe, control=GNMRConfig(warmup_steps=10**9))],
                 callbacks=[compare],
                 max_steps=WARM_UP + flips,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
+                **QUIET,
                 limit_val_batches=0,
             )
             trainer.fit(fitted, Windows(text, 4, 32, seed=args.seed))

@@ -27,6 +27,7 @@ from gnmr_lightning import GNMRConfig, GNMRPrecision
 from gnmr_lightning.backends import Backend
 
 from . import stress
+from .common import QUIET
 from .faults import KINDS, FaultyBackend, install
 
 TRUNK, WARMUP = 140, 60
@@ -202,10 +203,7 @@ def record(seed: int, healthy: Backend, units_a_fault: int = 2, kinds: Sequence[
         max_steps=-1,
         max_epochs=1,
         accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, DataLoader(list(batches()), batch_size=None))  # type: ignore[arg-type]
     return stretches

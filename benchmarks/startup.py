@@ -12,10 +12,7 @@ over the median of the ten before, the worse of eager and compiled.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from functools import partial
 from typing import Any
@@ -24,7 +21,11 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from .common import arguments, interleave, ratio, report, spread
+from examples.byte_gpt import ByteGPT, Windows
+from gnmr_lightning import GNMRPrecision
+
+from .common import QUIET, alone, arguments, interleave, ratio, report, spread
+from .overhead import NEVER, StockPrecision
 
 STEPS = 13
 """The first two settle, ten are compared with, and in the last one units are recovered."""
@@ -39,8 +40,6 @@ class Clock(pl.Callback):
         self.times: list[float] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, number: int) -> None:
-        from gnmr_lightning import GNMRPrecision
-
         plugin = trainer.precision_plugin
         if number == STEPS - 1 and isinstance(plugin, GNMRPrecision):
             recovered = torch.zeros(len(plugin.units), dtype=torch.bool)
@@ -58,11 +57,6 @@ class Clock(pl.Callback):
 
 def fit(side: str, recipe: str, compiled: bool, n_layers: int) -> None:
     """Trains a byte GPT for a few steps in this process and prints each step's time, in seconds."""
-    from examples.byte_gpt import ByteGPT, Windows
-    from gnmr_lightning import GNMRPrecision
-
-    from .overhead import NEVER, StockPrecision
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = ByteGPT(n_layers, d_model=256, n_heads=4, seq_len=64)
@@ -75,21 +69,11 @@ def fit(side: str, recipe: str, compiled: bool, n_layers: int) -> None:
         plugins=[GNMRPrecision(recipe, "bf16-true", control=NEVER) if side == "ours" else StockPrecision(recipe)],
         callbacks=[clock],
         max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     text = torch.randint(256, (100_000,), dtype=torch.uint8)
     trainer.fit(model, Windows(text, 4, 64, seed=0))
     print(json.dumps(clock.times))
-
-
-def alone(code: str) -> Any:
-    """What `code` prints last, run in a process of its own, as JSON."""
-    env = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 def import_time(modules: str) -> list[float]:
@@ -104,8 +88,6 @@ def steps(side: str, recipe: str, compiled: bool, n_layers: int) -> list[float]:
 
 def convert() -> float:
     """Seconds to convert a model of 1,000 linears."""
-    from gnmr_lightning import GNMRPrecision
-
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(LAYERS)), nn.Linear(16, 2))
     started = time.perf_counter()
     GNMRPrecision("int8").convert_module(model)

@@ -32,7 +32,7 @@ from gnmr_lightning import GNMRConfig, GNMRPrecision, backends
 from gnmr_lightning.linear import BF16, LOW, RecoverableLinear
 from gnmr_lightning.precision import Base
 
-from .common import report
+from .common import QUIET, report
 from .families import FAMILIES, Family
 
 WORKS, NOT_IN_STOCK, NOT_RUN = "works", "not in stock", "not run"
@@ -118,10 +118,7 @@ def _fit(
         callbacks=[watch],
         limit_val_batches=0 if compiler else 1,  # it doubles the graphs; tests/test_eval_precision.py compiles it, too
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **precision,
     )
     trainer.fit(model, model.data(width), model.data(width))

@@ -33,9 +33,9 @@ class Losses(pl.Callback):
         self.losses.append(outputs["loss"].item())
 
 
-def losses(recipe, n=8, flip=True, model=Normed, **how):
+def losses(recipe, n=8, flip=True, **how):
     torch._dynamo.reset()
-    model, seen = model(), Losses(flip)
+    model, seen = Normed(), Losses(flip)
     if how:
         model.net.compile(fullgraph=True, **how)
     plugin = GNMRPrecision(recipe, control=GNMRConfig(warmup_steps=10**9))

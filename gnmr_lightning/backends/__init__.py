@@ -113,10 +113,7 @@ def compiled(name: str) -> Backend:
 
 
 class _Compiled(Backend):
-    """A backend with its products compiled: a graph for each size of weight, which is faster by a tenth, for any rows.
-
-    Sizes of 1 stay eager: inductor refuses the float8 matmul of a single row or column.
-    """
+    """A backend with its products compiled: a graph for each size of weight, a tenth faster than one, for any rows."""
 
     def __init__(self, eager: Backend) -> None:
         self.eager, self.name, self.takes_rows = eager, eager.name, eager.takes_rows  # type: ignore[method-assign]
@@ -125,28 +122,24 @@ class _Compiled(Backend):
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         size = weight_NK.shape
-        if 1 in (*x_MK.shape, *size):
-            return self.eager.output(x_MK, weight_NK)
         if size not in self._outputs:
             self._outputs[size] = _compile(self.eager.output)
-        with _below_autograd():
-            return self._outputs[size](_any_rows(x_MK), weight_NK.detach())
+        return self._outputs[size](x_MK, weight_NK)
 
     def grads(
         self, grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, need_input: bool, need_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         key = weight_NK.shape, need_input, need_weight
-        product = partial(self.eager.grads, need_input=need_input, need_weight=need_weight)
-        if 1 in (*x_MK.shape, *weight_NK.shape):
-            return product(grad_MN, x_MK, weight_NK)
         if key not in self._grads:
-            self._grads[key] = _compile(product)
-        with _below_autograd():
-            return self._grads[key](_any_rows(grad_MN), _any_rows(x_MK), weight_NK.detach())
+            self._grads[key] = _compile(partial(self.eager.grads, need_input=need_input, need_weight=need_weight))
+        return self._grads[key](grad_MN, x_MK, weight_NK)
 
 
 def _compile(product: Callable[..., Any]) -> Callable[..., Any]:
-    """`product` compiled, its intermediate results rounded as in eager mode; itself where it cannot be compiled."""
+    """`product` compiled, its intermediate results rounded as in eager mode; itself where it cannot be compiled.
+
+    Its last operand is the weight. A size of 1 stays eager: inductor refuses the float8 matmul of one row or column.
+    """
 
     def call(*operands: Tensor) -> Any:
         return product(*operands)
@@ -157,13 +150,18 @@ def _compile(product: Callable[..., Any]) -> Callable[..., Any]:
 
     def call_or_give_up(*operands: Tensor) -> Any:
         nonlocal compiled_call
-        try:
-            return compiled_call(*operands)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).splitlines()[0]
-            rank_zero_warn(f"a low-precision cast could not be compiled and runs eager, slower: {reason}")
-            compiled_call = product
+        if any(1 in operand.shape for operand in operands):
             return product(*operands)
+        with _below_autograd():
+            *with_rows, weight_NK = operands
+            operands = *map(_any_rows, with_rows), weight_NK.detach()
+            try:
+                return compiled_call(*operands)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                reason = str(error).splitlines()[0]
+                rank_zero_warn(f"a low-precision cast could not be compiled and runs eager, slower: {reason}")
+                compiled_call = product
+                return product(*operands)
 
     return call_or_give_up
 
