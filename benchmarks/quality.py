@@ -73,28 +73,31 @@ _BURSTS = (
 SETTINGS = {
     "stress": Setting(lambda: stress.Rounded(8), _BURSTS, arms=ARMS),
     "stress_4bit": Setting(
-        lambda: stress.Rounded(4, stochastic=False), lr=0.2, momentum=0.9, arms=(*_FEW, "gnmr", "random", "clip")
+        lambda: stress.Rounded(4, stochastic=False),
+        lr=0.2,
+        momentum=0.9,
+        arms=(*_FEW, "gnmr", "random", "clip", "zclip"),
     ),
     "stress_4bit_adam": Setting(lambda: stress.Rounded(4), lr=2e-2, arms=(*_FEW, "gnmr", "clip")),
     "coarse": Setting(lambda: stress.Rounded(3), arms=(*_FEW, "gnmr")),
     "blockwise": Setting(
         lambda: backends.resolve("float8_blockwise"),
         (("outlier_channel", 2.0**24),),
-        arms=(*_FEW, "gnmr", "random", "static", "oracle"),
+        arms=ARMS,
     ),
     "finetune_int8": Setting(
         lambda: stress.Rounded(8),
         (("outlier_channel", 256.0),),
         5e-4,
         other_text=True,
-        arms=(*_FEW, "gnmr", "random", "clip", "oracle"),
+        arms=ARMS,
     ),
     "finetune_float8": Setting(
         lambda: backends.resolve("fake(a=e4m3, w=e4m3, g=e5m2)"),
         (("outlier_channel", 2.0**24),),
         5e-4,
         other_text=True,
-        arms=(*_FEW, "oracle"),
+        arms=(*_FEW, "gnmr", "random", "clip", "oracle"),
     ),
     "healthy": Setting(lambda: stress.Rounded(8), arms=(*_FEW, "gnmr")),
     "healthy_finetune": Setting(

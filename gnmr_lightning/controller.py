@@ -313,7 +313,7 @@ class GNMRController:
                 errors_3U = np.where(stepping_U, errors_3U, math.nan)
             risk_U, rise_U, coarse_U = self._errors.update(errors_3U, ~was_locked_U)
             risk_U = np.where(coarse_U, np.maximum(risk_U, norm_risk_U), risk_U)
-            risk_U = self._trace(risk_U, began_U, nonfinite_U, stepping_U, measured_U)
+            risk_U = self._trace(risk_U, began_U, nonfinite_U, stepping_U, measured_U, was_locked_U)
         any_risk = risk_U.max() > 1
 
         # The decision.
@@ -360,17 +360,21 @@ class GNMRController:
         nonfinite_U: NDArray,
         stepping_U: NDArray,
         measured_U: NDArray,
+        locked_U: NDArray,
     ) -> NDArray:
         """The risk of product errors, and inf where a value stopped being finite, as far as this step tells."""
         if began_U is not None and (began_U := began_U & stepping_U).any():
             return np.where(began_U, math.inf, risk_U)
         if not nonfinite_U.any():
             return risk_U
-        # It began where no product was compared. If that is a layer's backward, the last unit that it reached is the
-        # nearest to it. If all units were reached, it may be anywhere: all are probed in the next step, and known then.
+        # It began where no product was compared. If all units were reached, that may be anywhere: all are probed in the
+        # next step, and known then. Else it is a layer's backward, and of the units that it reached the last one is the
+        # nearest to it; one that ran bf16 is not the cause.
         if not measured_U.any() and not self._probed_U[stepping_U].all():
             return risk_U
-        return np.where(nonfinite_U, math.inf, risk_U)
+        risk_U = risk_U.copy()
+        risk_U[np.flatnonzero(nonfinite_U & ~locked_U)[-1:]] = math.inf
+        return risk_U
 
     def _plan_probes(self, stepping_U: NDArray, locked_U: NDArray, *, everyone: bool) -> None:
         """Sets which units are probed in the next step: see `GNMRConfig.probe_interval`."""

@@ -319,10 +319,14 @@ def test_after_a_gradient_that_is_not_finite_all_units_are_probed_before_one_is_
     assert control.probed.sum() == 1
     unknown = torch.full((3, 3), NAN, dtype=torch.float64)
     everywhere, to_1 = f64(INF, INF, INF), f64(INF, INF, 1)
-    # Backward reached units 1 and 0 and not 2: it began in 1 or behind it, and no probe is needed to say so.
+    # Backward reached units 1 and 0 and not 2: it began in 1, and no probe is needed to say so.
     decision = control.update(to_1, errors=unknown)
-    assert decision.newly_locked.tolist() == [True, True, False]
+    assert decision.risk.tolist() == [0, INF, 0]
+    assert decision.newly_locked.tolist() == [False, True, False]
     assert decision.probed.all()
+    # It did not help: 1 ran bf16, so the next one back is tried.
+    assert control.update(to_1, errors=unknown).newly_locked.tolist() == [True, False, False]
+    assert not control.update(to_1, errors=unknown).newly_locked.any()  # both ran bf16: it is none of them
     control = controller(max_o=2)
     feed(control, 30)
     # Every unit is reached: a product of the forward, anywhere.
@@ -335,10 +339,10 @@ def test_after_a_gradient_that_is_not_finite_all_units_are_probed_before_one_is_
     for control_ in (control, resumed):
         decision = control_.update(everywhere, errors=HEALTHY, began=torch.tensor([False, True, False]))
         assert decision.newly_locked.tolist() == [False, True, False]
-    # All were probed and it began in none of them: the nearest to it are the last.
+    # All were probed and it began in none of them: the nearest to it is the last.
     control = controller(max_o=2)
     feed(control, 10)
-    assert control.update(everywhere, errors=HEALTHY).newly_locked.tolist() == [False, True, True]
+    assert control.update(everywhere, errors=HEALTHY).newly_locked.tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
