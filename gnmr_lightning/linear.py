@@ -1,13 +1,15 @@
 """The recoverable linear layer: one layer, two paths, and a switch that recompiles nothing.
 
 A layer becomes recoverable by changing its class, not by being replaced: hooks, tied weights, wrappers and optimizers
-hold the module object and its parameters, and all of these stay the same objects. Its forward calls one custom op that
-reads the switch, a bool tensor on the CPU, when it runs. To a compiled graph the switch is an input like any other,
-so flipping it invalidates no graph; to a GPU it costs no synchronisation, since it never leaves the host.
+hold the module object and its parameters, and all of these stay the same objects. Its forward reads the switch, a bool
+tensor on the CPU, when it runs. To a compiled graph the switch is an input like any other, so flipping it invalidates
+no graph; to a GPU it costs no synchronisation, since it never leaves the host.
 
-The op is opaque to autograd and to the compiler, so its backward is a second op. That one also counts the work
-done on each path into `flops`: the cost of recovery is then known without a hook, and a layer that nobody calls shows.
-What the compiler would have fused is compiled inside of the op: see `backends.compiled`.
+Three ways to run it, equal to the bit but for what a compiler fuses: `_EagerLinear` without a compiler; `_GraphLinear`
+in a compiled graph that has both paths as branches; and there, for what no graph can have, one opaque custom op.
+
+The backward also counts the work done on each path into `flops`: the cost of recovery is then known without a hook, and
+a layer that nobody calls shows.
 
 In the steps in which the layer is probed, each low-precision product is compared with the exact one on a few of its
 entries. The difference is all that recovery can remove, so it says who is sick where gradient norms only say that
@@ -57,7 +59,10 @@ class RecoverableLinear(nn.Linear):
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))
         x_MK = input.reshape(-1, input.shape[-1])
-        run = _forward_op if torch.compiler.is_compiling() else _EagerLinear.apply
+        run = _EagerLinear.apply
+        if torch.compiler.is_compiling():
+            fits = _fits_a_graph(x_MK, self.weight, backends.get(self.backend))
+            run = _GraphLinear.apply if fits else _ops.linear
         probes = self.probes if torch.is_grad_enabled() else self.probes[:0]
         y_MN, probe = run(x_MK, self.weight, self.bias, self.recovered, self.probed, self.flops, probes, self.backend)
         if len(probes) and not y_MN.requires_grad:  # frozen, behind a frozen input: no backward will come and take it
@@ -168,38 +173,69 @@ def _tried(operand_MK: Tensor) -> Tensor:
     return operand_MK[:: max(1, operand_MK.shape[0] // _TRIED_ROWS)][:_TRIED_ROWS].contiguous()
 
 
-def _low_output(backend: Backend, x_MK: Tensor, weight_NK: Tensor, asks: bool) -> tuple[Tensor, Tensor | None]:
-    """The product in low precision, and what probing it shows."""
-    with _no_autocast(x_MK):
-        y_MN = backend.output(x_MK, weight_NK)
-        return y_MN, _probe(y_MN, x_MK, weight_NK.t()) if asks else None
+def _probe_output(product_MN: Tensor | None, x_MK: Tensor, weight_NK: Tensor, probed: Tensor, name: str) -> Tensor:
+    """What probing the output shows, (4,): of the low-precision product, or, without one, of one that is tried."""
+    if probed.item():
+        backend = backends.get(name)
+        with _no_autocast(x_MK):
+            if product_MN is not None:
+                return _probe(product_MN, x_MK, weight_NK.t())
+            if _takes(tried_MK := _tried(x_MK), backend):
+                return _probe(backend.output(tried_MK, weight_NK), tried_MK, weight_NK.t())
+    return x_MK.new_zeros(4, dtype=torch.float32)
 
 
-def _low_grads(
-    backend: Backend,
+def _note(
+    grad_input: Tensor | None,
+    grad_weight: Tensor | None,
     grad_MN: Tensor,
     x_MK: Tensor,
     weight_NK: Tensor,
-    asks: bool,
+    recovered: Tensor,
+    probed: Tensor,
+    flops: Tensor,
     probes: Tensor,
     probe: Tensor,
-    need_input: bool,
-    need_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients in low precision; what probing them shows is added to `probes`, with the forward's `probe`."""
+    name: str,
+) -> None:
+    """Adds a backward's work to `flops`, and what probing its gradients shows to `probes`, with the forward's `probe`.
+
+    The gradients are as the backward made them, None for one that nobody needs.
+    """
+    backend = backends.get(name)
+    low = not recovered.item() and _takes(x_MK, backend)
+    needed = [grad_input is not None, grad_weight is not None]
+    matmuls = 1 + sum(needed)  # the forward one is counted here too: see the module's docstring
+    flops[LOW if low else BF16].add_(2.0 * grad_MN.shape[0] * weight_NK.numel() * matmuls)
+    if not low and not recovered.item() and x_MK.shape[0] > 0:
+        flops[FALLBACK_CALLS].add_(1)
+    if not _asks(probes, probed):
+        return
     with _no_autocast(x_MK):
-        grads = backend.grads(grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight)
-        if asks:
-            probes[0].add_(probe)
-            if grads[0] is not None:
-                probes[1].add_(_probe(grads[0], grad_MN, weight_NK))
-            if grads[1] is not None:
-                probes[2].add_(_probe(grads[1], grad_MN.t(), x_MK))
-    return grads
+        if not low:
+            if not recovered.item() or not _takes(x_MK := _tried(x_MK), backend):
+                return
+            grad_MN = _tried(grad_MN)
+            grad_input, grad_weight = backend.grads(
+                grad_MN, x_MK, weight_NK, need_input=needed[0], need_weight=needed[1]
+            )
+        probes[0].add_(probe)
+        if grad_input is not None:
+            probes[1].add_(_probe(grad_input, grad_MN, weight_NK))
+        if grad_weight is not None:
+            probes[2].add_(_probe(grad_weight, grad_MN.t(), x_MK))
+
+
+def _bf16_grads(
+    grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, need_input: bool, need_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return (
+        grad_MN @ weight_NK.to(grad_MN.dtype) if need_input else None,
+        grad_MN.t() @ x_MK if need_weight else None,
+    )
 
 
 def _forward_kernel(
-    find: Callable[[str], Backend],
     x_MK: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
@@ -209,20 +245,20 @@ def _forward_kernel(
     probes: Tensor,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    backend, asks = find(name), _asks(probes, probed)
+    backend, product_MN = backends.get(name), None
     bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
     if not recovered.item() and _takes(x_MK, backend):
-        y_MN, probe = _low_output(backend, x_MK, weight_NK, asks)
-        y_MN = y_MN if bias_N is None else y_MN + bias_N
+        with _no_autocast(x_MK):
+            product_MN = backend.output(x_MK, weight_NK)
+        y_MN = product_MN if bias_N is None else product_MN + bias_N
     else:
-        y_MN, probe = F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N), None
-        if asks and recovered.item() and _takes(tried := _tried(x_MK), backend):
-            probe = _low_output(backends.get(name), tried, weight_NK, asks)[1]
-    return y_MN, probes.new_zeros(4) if probe is None else probe
+        y_MN = F.linear(x_MK, weight_NK.to(x_MK.dtype), bias_N)
+    if _asks(probes, probed) and (product_MN is not None or recovered.item()):
+        return y_MN, _probe_output(product_MN, x_MK, weight_NK, probed, name)
+    return y_MN, probes.new_zeros(4)
 
 
 def _backward_kernel(
-    find: Callable[[str], Backend],
     grad_MN: Tensor,
     x_MK: Tensor,
     weight_NK: Tensor,
@@ -235,26 +271,16 @@ def _backward_kernel(
     need_input: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    backend, asks = find(name), _asks(probes, probed)
+    backend = backends.get(name)
     low = not recovered.item() and _takes(x_MK, backend)
-    matmuls = 1 + need_input + need_weight  # the forward one is counted here too: see the module's docstring
-    flops[LOW if low else BF16].add_(2.0 * grad_MN.shape[0] * weight_NK.numel() * matmuls)
-    grads: tuple[Tensor | None, Tensor | None]
-    if low:
-        grads = _low_grads(backend, grad_MN, x_MK, weight_NK, asks, probes, probe, need_input, need_weight)
-    else:
-        if x_MK.shape[0] > 0 and not recovered.item():
-            flops[FALLBACK_CALLS].add_(1)
-        elif asks and _takes(tried := _tried(x_MK), backend):
-            eager = backends.get(name)
-            _low_grads(eager, _tried(grad_MN), tried, weight_NK, asks, probes, probe, need_input, need_weight)
-        grads = (
-            grad_MN @ weight_NK.to(grad_MN.dtype) if need_input else None,
-            grad_MN.t() @ x_MK if need_weight else None,
-        )
-    # An op must return tensors, and in the layout that its fake promises to the compiler.
-    grad_input, grad_weight = (grad_MN.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
-    return grad_input, grad_weight
+    with _no_autocast(x_MK):
+        product = backend.grads if low else _bf16_grads
+        grads = product(grad_MN, x_MK, weight_NK, need_input=need_input, need_weight=need_weight)
+    # In the layout that the op's fake promises to the compiler; and probes of the same layouts are equal to the bit.
+    grad_input, grad_weight = (grad if grad is None else grad.contiguous() for grad in grads)
+    _note(grad_input, grad_weight, grad_MN, x_MK, weight_NK, recovered, probed, flops, probes, probe, name)
+    nothing = grad_MN.new_empty(0)  # an op must return tensors
+    return nothing if grad_input is None else grad_input, nothing if grad_weight is None else grad_weight
 
 
 # In a compiled graph. They read the host's switches, which no replay of a CUDA graph would do: it must leave them out.
@@ -263,19 +289,30 @@ for _name, _operands, _kernel in (
     (
         "gnmr_lightning::linear",
         "Tensor x_MK, Tensor weight_NK, Tensor? bias_N, Tensor recovered, Tensor probed, Tensor flops, Tensor probes, "
-        "str name",
+        "str name) -> (Tensor, Tensor",
         _forward_kernel,
     ),
     (
         "gnmr_lightning::linear_backward",
         "Tensor grad_MN, Tensor x_MK, Tensor weight_NK, Tensor recovered, Tensor probed, Tensor(a!) flops, "
-        "Tensor(b!) probes, Tensor probe, str name, bool need_input, bool need_weight",
+        "Tensor(b!) probes, Tensor probe, str name, bool need_input, bool need_weight) -> (Tensor, Tensor",
         _backward_kernel,
     ),
+    (
+        "gnmr_lightning::probe_output",
+        "Tensor? product_MN, Tensor x_MK, Tensor weight_NK, Tensor probed, str name) -> (Tensor",
+        _probe_output,
+    ),
+    (
+        "gnmr_lightning::note",
+        "Tensor? grad_input, Tensor? grad_weight, Tensor grad_MN, Tensor x_MK, Tensor weight_NK, Tensor recovered, "
+        "Tensor probed, Tensor(a!) flops, Tensor(b!) probes, Tensor probe, str name) -> (",
+        _note,
+    ),
 ):
-    torch.library.define(_name, f"({_operands}) -> (Tensor, Tensor)", tags=[torch.Tag.cudagraph_unsafe])
-    torch.library.impl(_name, "default", partial(_kernel, backends.compiled))
-_forward_op, _backward_op = torch.ops.gnmr_lightning.linear, torch.ops.gnmr_lightning.linear_backward
+    torch.library.define(_name, f"({_operands})", tags=[torch.Tag.cudagraph_unsafe])
+    torch.library.impl(_name, "default", _kernel)
+_ops = torch.ops.gnmr_lightning
 
 
 @torch.library.register_fake("gnmr_lightning::linear")
@@ -303,6 +340,16 @@ def _(
         grad_MN.new_empty(x_MK.shape if need_input else 0),
         grad_MN.new_empty(weight_NK.shape if need_weight else 0),
     )
+
+
+@torch.library.register_fake("gnmr_lightning::probe_output")
+def _(product_MN: Any, x_MK: Tensor, weight_NK: Any, probed: Any, name: Any) -> Tensor:
+    return x_MK.new_empty(4, dtype=torch.float32)
+
+
+@torch.library.register_fake("gnmr_lightning::note")
+def _(*operands: Any) -> None:
+    pass
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -340,13 +387,99 @@ def _backward(
 
 
 torch.library.register_autograd(
-    "gnmr_lightning::linear", partial(_backward, _backward_op), setup_context=_setup_context
+    "gnmr_lightning::linear", partial(_backward, _ops.linear_backward), setup_context=_setup_context
 )
 
 
 class _EagerLinear(torch.autograd.Function):
     """The same two kernels without the op around them, whose dispatch costs an eager run about 0.1 ms a layer."""
 
-    forward = staticmethod(partial(_forward_kernel, backends.get))
+    forward = staticmethod(_forward_kernel)
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(partial(_backward, partial(_backward_kernel, backends.get)))
+    backward = staticmethod(partial(_backward, _backward_kernel))
+
+
+_HAS_COND = torch.__version__ >= "2.13"
+"""Whether torch.cond can be a branch of an autograd function in a compiled graph: not tried with an older torch."""
+
+
+@torch.compiler.assume_constant_result
+def _all_dynamic() -> bool:
+    """torch.compile(dynamic=True) makes even torchao's float constants symbols, which no two branches can share."""
+    return not torch._dynamo.config.assume_static_by_default
+
+
+def _fits_a_graph(x_MK: Tensor, weight_NK: Tensor, backend: Backend) -> bool:
+    """Whether both paths can be part of a compiled graph; inductor refuses the float8 matmul of one row or column."""
+    if not (_HAS_COND and backend.compiles) or _all_dynamic():
+        return False
+    return 1 not in (*x_MK.shape, *weight_NK.shape) and _takes(x_MK, backend)
+
+
+class _GraphLinear(torch.autograd.Function):
+    """Both paths as branches of the compiled graph, where the compiler sees, and fuses, the casts.
+
+    `torch.cond` reads the switch when it runs. Counting and probing stay ops, opaque and eager. Autocast is left as it
+    is: operands have the dtype that it would give them, and switched off here, it was off behind the layer, too (2.13).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        recovered: Tensor,
+        probed: Tensor,
+        flops: Tensor,
+        probes: Tensor,
+        name: str,
+    ) -> tuple[Tensor, Tensor]:
+        backend, probing = backends.get(name), len(probes) > 0
+
+        def low(x_MK: Tensor, weight_NK: Tensor) -> tuple[Tensor, ...]:
+            product_MN = backend.output(x_MK, weight_NK)
+            y_MN = (product_MN if bias_N is None else product_MN + bias_N.to(x_MK.dtype)).contiguous()
+            return (y_MN, _ops.probe_output(product_MN, x_MK, weight_NK, probed, name)) if probing else (y_MN,)
+
+        def bf16(x_MK: Tensor, weight_NK: Tensor) -> tuple[Tensor, ...]:
+            y_MN = F.linear(x_MK, weight_NK.to(x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype))
+            return (y_MN, _ops.probe_output(None, x_MK, weight_NK, probed, name)) if probing else (y_MN,)
+
+        y_MN, *rest = torch.cond(recovered, bf16, low, (x_MK, weight_NK))
+        probe = rest[0] if probing else probes.new_zeros(4)
+        ctx.save_for_backward(x_MK, weight_NK, recovered, probe)
+        ctx.mark_non_differentiable(probe)
+        ctx.probed, ctx.flops, ctx.probes, ctx.name = probed, flops, probes, name
+        return y_MN, probe
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        x_MK, weight_NK, recovered, probe = ctx.saved_tensors
+        need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+        backend, need = backends.get(ctx.name), {"need_input": need_input, "need_weight": need_weight}
+
+        def low(*operands: Tensor) -> tuple[Tensor, ...]:
+            return tuple(grad.contiguous() for grad in backend.grads(*operands, **need) if grad is not None)
+
+        def bf16(*operands: Tensor) -> tuple[Tensor, ...]:
+            return tuple(grad.contiguous() for grad in _bf16_grads(*operands, **need) if grad is not None)
+
+        grads = iter(())
+        if need_input or need_weight:
+            grads = iter(torch.cond(recovered, bf16, low, (grad_MN.contiguous(), x_MK, weight_NK)))
+        grad_input, grad_weight = (next(grads) if needed else None for needed in need.values())
+        _ops.note(
+            grad_input,
+            grad_weight,
+            grad_MN,
+            x_MK,
+            weight_NK,
+            recovered,
+            ctx.probed,
+            ctx.flops,
+            ctx.probes,
+            probe,
+            ctx.name,
+        )
+        return grad_input, grad_weight, grad_MN.sum(0) if need_bias else None, *(None,) * 5

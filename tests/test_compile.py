@@ -1,4 +1,4 @@
-"""Compiled training: the products that are compiled inside of the op, long runs, and the compiler's modes."""
+"""Compiled training: both paths in one graph, what no graph takes, long runs, and the compiler's modes."""
 
 import lightning.pytorch as pl
 import pytest
@@ -8,6 +8,7 @@ from torch import nn
 
 from gnmr_lightning import GNMRConfig, GNMRPrecision, backends
 from gnmr_lightning.backends import Backend
+from gnmr_lightning.linear import make_recoverable
 
 
 class Normed(Net):
@@ -58,7 +59,7 @@ def test_modes_of_the_compiler_train_as_eager_does(mode):
 
 def test_a_cuda_graph_leaves_the_ops_out():
     """A replay would never read the switch again. Inductor keeps ops with this tag out of what it captures."""
-    for name in ("linear", "linear_backward"):
+    for name in ("linear", "linear_backward", "probe_output", "note"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.gnmr_lightning, name).default.tags
 
 
@@ -89,45 +90,112 @@ def test_a_backend_says_whether_it_is_compiled_where_the_model_is(compiles):
     torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "int8"])
-def test_compiled_products_are_the_eager_ones_to_the_bit_for_any_number_of_rows(recipe):
+def step(run, x, grad):
+    """Output, gradients, and what the layer has counted and probed."""
+    x = x.clone().requires_grad_()
+    run.zero_grad()
+    y = run(x)
+    y.backward(grad)
+    return y.detach(), x.grad, *(p.grad.clone() for p in run.parameters())
+
+
+@pytest.mark.parametrize("dynamic", [False, None, True])
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "int8", "float8_blockwise"])
+def test_compiled_is_eager_to_the_bit_for_any_number_of_rows_on_both_paths(recipe, dynamic):
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    eager = backends.resolve(recipe)
-    compiled = backends.compiled(eager.name)
-    weight = nn.Parameter(torch.randn(32, 64))
-    for rows in (32, 16, 7, 64, 1, 2):  # a single row is one that inductor refuses
-        x, grad = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 32).bfloat16()
-        ours = [b.output(x, weight).detach() for b in (compiled, eager)]
-        assert torch.equal(*ours)
-        both = [b.grads(grad, x, weight, need_input=True, need_weight=True) for b in (compiled, eager)]
-        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch.manual_seed(0)
+    eager, compiled = (nn.Linear(64, 32), nn.Linear(64, 32))
+    compiled.load_state_dict(eager.state_dict())
+    for layer in (eager, compiled):
+        make_recoverable(layer, torch.tensor(False), torch.tensor(False), backends.resolve(recipe).name)
+    compiled.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (32, 16, 7, 64, 1, 2):
+        x, grad = torch.randn(rows, 64), torch.randn(rows, 32)
+        for recovered in (False, True):
+            for probed in (False, True):
+                for layer in (eager, compiled):
+                    layer.recovered.fill_(recovered)
+                    layer.probed.fill_(probed)
+                both = step(eager, x, grad), step(compiled, x, grad)
+                assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+                assert torch.equal(eager.flops, compiled.flops)
+                assert torch.equal(eager.probes, compiled.probes)
+    assert eager.probes.any()
 
 
-def test_a_product_that_cannot_be_compiled_runs_eager_and_says_so(monkeypatch):
-    def refuse(*args, **kwargs):
-        def call(*operands):
-            raise torch._dynamo.exc.InternalTorchDynamoError("no compiler here")
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "int8"])
+def test_the_compiler_sees_the_casts(recipe):
+    """They are nodes of the graph, which it may fuse; a backend that cannot be traced is one opaque op."""
+    torch._dynamo.reset()
+    seen = []
 
-        return call
+    def look(graph, example_inputs):
+        seen.append(graph.print_readable(print_output=False))
+        return graph
 
-    monkeypatch.setattr(torch, "compile", refuse)
-    eager = backends.register(Counting(True))
-    compiled = backends.compiled(eager.name)
-    x, weight = torch.randn(32, 64), torch.randn(32, 64)
-    with pytest.warns(UserWarning, match="could not be compiled and runs eager, slower: no compiler here"):
-        first = compiled.output(x, weight)
-    assert torch.equal(first, compiled.output(x, weight))
-    assert eager.calls == 2
+    layer = nn.Linear(64, 32)
+    make_recoverable(layer, torch.tensor(False), torch.tensor(False), backends.resolve(recipe).name)
+    with torch.no_grad():
+        torch.compile(layer, fullgraph=True, backend=look)(torch.randn(16, 64))
+    assert "cond" in seen[0]
+    assert "amax" in seen[0]
+    assert "gnmr_lightning.linear" not in seen[0]
 
 
-def test_a_backend_that_takes_the_name_of_another_is_compiled_anew():
-    first = backends.register(Counting(True))
-    compiled = backends.compiled(first.name)
-    assert backends.compiled(first.name) is compiled
-    second = backends.register(Counting(True))
-    assert backends.compiled(first.name) is not compiled
-    assert backends.compiled(first.name).eager is second
-    blockwise = backends.resolve("float8_blockwise")
-    assert backends.compiled(blockwise.name) is blockwise
+def test_a_backend_that_takes_the_name_of_another_is_traced_anew():
+    class Plus(Backend):
+        name, compiles = "plus", True
+
+        def __init__(self, what):
+            self.what = what
+
+        def output(self, x_MK, weight_NK):
+            return x_MK @ weight_NK.t() + self.what
+
+    torch._dynamo.reset()
+    backends.register(Plus(1.0))
+    layer = nn.Linear(64, 32, bias=False)
+    make_recoverable(layer, torch.tensor(False), torch.tensor(False), "plus")
+    compiled, x = torch.compile(layer, fullgraph=True, backend="aot_eager"), torch.randn(16, 64)
+    with torch.no_grad():
+        first = compiled(x)
+        backends.register(Plus(2.0))
+        torch.testing.assert_close(compiled(x), first + 1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        heads = self.project(x).view(2, 8, 4, 8).transpose(1, 2)
+        with torch.autocast("cpu", enabled=False):
+            rotated = (heads.float() * 2).to(heads.dtype)
+        y = nn.functional.scaled_dot_product_attention(rotated, rotated, heads, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(2, 8, 32))
+
+
+@pytest.mark.parametrize("recovered", [False, True])
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "int8"])
+def test_autocast_is_the_same_behind_a_compiled_layer(recipe, recovered):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x, grad = Attention(), torch.randn(2, 8, 32), torch.randn(2, 8, 32).bfloat16()
+    for layer in (model.project, model.out):
+        make_recoverable(layer, torch.tensor(recovered), torch.tensor(False), backends.resolve(recipe).name)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = step(model, x, grad)
+        compiled = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x, grad)
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+def test_whether_triton_is_there_breaks_no_graph():
+    """int8 asks for it on CUDA, while dynamo traces."""
+    int8 = backends.resolve("int8")
+
+    def rows(x):
+        return x + 1 if int8.takes_rows(x.shape[0], "cuda") else x + 2
+
+    x = torch.zeros(32, 4)
+    assert torch.equal(torch.compile(rows, fullgraph=True, backend="eager")(x), rows(x))

@@ -188,8 +188,7 @@ def test_compiled_it_is_one_graph_with_the_same_losses():
         return losses.seen, [signal.errors for signal, _ in signals.seen]
 
     eager, compiled = run(False), run(True)
-    # One of the model; inside of the op, one of the output and one of the gradients for each of three sizes of weight.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 2 * 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert compiled[0] == eager[0]
     for ours, theirs in zip(compiled[1], eager[1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0, equal_nan=True)

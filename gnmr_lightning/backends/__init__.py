@@ -9,19 +9,16 @@ Legend: M = rows (batch * sequence), K = in_features, N = out_features.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-__all__ = ["RECIPES", "Backend", "compiled", "get", "register", "resolve"]
+__all__ = ["RECIPES", "Backend", "get", "register", "resolve"]
 
 
 class Backend:
@@ -36,7 +33,7 @@ class Backend:
     """What the user calls the recipe, and the key of the registry."""
 
     compiles: bool = False
-    """Whether its products are compiled where the model is: see `compiled`."""
+    """Whether dynamo can trace its products: a compiled model then has them, with their casts, in its graph."""
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         """The forward product x @ weight.T, shape (M, N)."""
@@ -80,7 +77,6 @@ class Backend:
 
 
 _REGISTRY: dict[str, Backend] = {}
-_COMPILED: dict[str, _Compiled] = {}
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "int8")
 """The recipes that have a name; `recipe` also takes "auto", "fake(...)", a torchao config object or a `Backend`."""
@@ -95,94 +91,6 @@ def register(backend: Backend) -> Backend:
 def get(name: str) -> Backend:
     """The registered backend called `name`."""
     return _REGISTRY[name]
-
-
-def compiled(name: str) -> Backend:
-    """The registered backend called `name`, its products compiled if it says that it `compiles`.
-
-    A compiled model's layers take theirs from here. A cast is a dozen small kernels, which inductor makes one or two;
-    without this, the opaque op would keep it from them. Whoever does not compile the model gets torchao's eager casts,
-    to the bit, and waits for no compiler.
-    """
-    backend = _REGISTRY[name]
-    if not backend.compiles:
-        return backend
-    if name not in _COMPILED or _COMPILED[name].eager is not backend:
-        _COMPILED[name] = _Compiled(backend)
-    return _COMPILED[name]
-
-
-class _Compiled(Backend):
-    """A backend with its products compiled: a graph for each size of weight, a tenth faster than one, for any rows."""
-
-    def __init__(self, eager: Backend) -> None:
-        self.eager, self.name, self.takes_rows = eager, eager.name, eager.takes_rows  # type: ignore[method-assign]
-        self._outputs: dict[torch.Size, Callable[..., Tensor]] = {}
-        self._grads: dict[tuple[torch.Size, bool, bool], Callable[..., tuple[Tensor | None, Tensor | None]]] = {}
-
-    def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        size = weight_NK.shape
-        if size not in self._outputs:
-            self._outputs[size] = _compile(self.eager.output)
-        return self._outputs[size](x_MK, weight_NK)
-
-    def grads(
-        self, grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, need_input: bool, need_weight: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        key = weight_NK.shape, need_input, need_weight
-        if key not in self._grads:
-            self._grads[key] = _compile(partial(self.eager.grads, need_input=need_input, need_weight=need_weight))
-        return self._grads[key](grad_MN, x_MK, weight_NK)
-
-
-def _compile(product: Callable[..., Any]) -> Callable[..., Any]:
-    """`product` compiled, its intermediate results rounded as in eager mode; itself where it cannot be compiled.
-
-    Its last operand is the weight. A size of 1 stays eager: inductor refuses the float8 matmul of one row or column.
-    """
-
-    def call(*operands: Tensor) -> Any:
-        return product(*operands)
-
-    # A code object of its own has a cache of its own: dynamo keeps 8 graphs of one, and runs what is above in eager.
-    call.__code__ = call.__code__.replace(co_name=f"{call.__name__}_{next(_NUMBERS)}")
-    compiled_call: Callable[..., Any] = torch.compile(call, options={"emulate_precision_casts": True})
-
-    def call_or_give_up(*operands: Tensor) -> Any:
-        nonlocal compiled_call
-        if any(1 in operand.shape for operand in operands):
-            return product(*operands)
-        with _below_autograd():
-            *with_rows, weight_NK = operands
-            operands = *map(_any_rows, with_rows), weight_NK.detach()
-            try:
-                return compiled_call(*operands)
-            except torch._dynamo.exc.TorchDynamoException as error:
-                reason = str(error).splitlines()[0]
-                rank_zero_warn(f"a low-precision cast could not be compiled and runs eager, slower: {reason}")
-                compiled_call = product
-                return product(*operands)
-
-    return call_or_give_up
-
-
-_NUMBERS = itertools.count()
-
-
-def _any_rows(operand_MK: Tensor) -> Tensor:
-    """Without autograd, its number of rows marked as one that changes: a ragged batch has the graph of the others."""
-    operand_MK = operand_MK.detach()
-    torch._dynamo.maybe_mark_dynamic(operand_MK, 0)
-    return operand_MK
-
-
-@contextmanager
-def _below_autograd() -> Iterator[None]:
-    """The op has its own backward; inductor would make others, for each combination of tensors that require grad."""
-    # A graph's first run happens inside of its compilation, with this key off; with it, dynamo makes another graph.
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(key):
-        yield
 
 
 def resolve(recipe: Any) -> Backend:

@@ -29,7 +29,7 @@ class Int8Backend(Backend):
         self.name = "int8" + "".join(f"_hp_{name}" for name in off)
 
     def output(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        weight_KN = weight_NK.to(x_MK.dtype).T
+        weight_KN = weight_NK.to(x_MK.dtype).t()
         return _int8_mm(x_MK, weight_KN) if self.config.output else x_MK @ weight_KN
 
     def grad_input(self, grad_MN: Tensor, weight_NK: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ class Int8Backend(Backend):
 
     def grad_weight(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
         if self.config.grad_weight:
-            return _int8_mm(x_MK.T, grad_MN).T
-        return grad_MN.T @ x_MK
+            return _int8_mm(x_MK.t(), grad_MN).t()
+        return grad_MN.t() @ x_MK
 
     def refuses_device(self, device: torch.device) -> str | None:
         if device.type in ("cpu", "cuda"):
@@ -47,7 +47,7 @@ class Int8Backend(Backend):
         return f"int8 has no kernel for {device.type}: train on cpu or cuda"
 
     def refuses_layer(self, in_features: int, out_features: int, device_type: str) -> str | None:
-        if device_type == "cpu" or has_triton():
+        if device_type == "cpu" or _triton():
             return None
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size % _ALIGNMENT or size < _MIN_ROWS:
@@ -55,9 +55,17 @@ class Int8Backend(Backend):
         return None
 
     def takes_rows(self, rows: int, device_type: str) -> bool:
-        return device_type == "cpu" or has_triton() or (rows % _ALIGNMENT == 0 and rows >= _MIN_ROWS)
+        return device_type == "cpu" or _triton() or (rows % _ALIGNMENT == 0 and rows >= _MIN_ROWS)
+
+
+@torch.compiler.assume_constant_result
+def _triton() -> bool:
+    return has_triton()  # asked late: it initialises CUDA, which a process that forks must not have done
 
 
 def _int8_mm(left: Tensor, right: Tensor) -> Tensor:
     # An outer product sums nothing; torch._int_mm returns garbage for it on CPUs with VNNI (torch 2.13).
-    return left @ right if left.shape[1] == 1 else _dynamic_int8_mm(left, right)
+    if left.shape[1] == 1:
+        return left @ right
+    # torchao takes right.T. Of an operand of torch.cond, dynamo would make that one more operand, which then aliases.
+    return _dynamic_int8_mm(left, right.t().t())
