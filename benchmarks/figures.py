@@ -86,6 +86,9 @@ def detection() -> str:
         suffix = suffix_of(name)
         alarms = "" if suffix == "default" else f"_{suffix}"
         strong = [row for row in result["rows"] if row["detector"] == name and row["strength"] != "low"]
+        strong += [
+            row for row in strong if row["kind"] == "outlier_channel"
+        ]  # nature makes these, too: they count double
         rows.append(
             [
                 words,
