@@ -175,6 +175,7 @@ def main() -> None:
 
     def compare(d_model: int, what: str, ours: Any, theirs: Any, compiled: bool = False, **kwargs: Any) -> float:
         """Median step time of `ours` over `theirs`; a side is a precision's maker and its callbacks' makers."""
+        torch._dynamo.reset()  # its limit of graphs is for all models of a process
         batches = Windows(text, batch_size=4 if d_model <= 512 else 2, seq_len=64, seed=args.seed)
         rounds = 16 if args.quick else {128: 100, 512: 30, 1024: 12}[d_model]
         sides = {}

@@ -1,7 +1,7 @@
 """What the plugin adds before the first step and in the first recovery: import, conversion, compilation.
 
 Imports and compilations are measured in processes of their own, which alternate; inductor's caches are off. A recovery
-has no graph to compile, since both paths are in the op that the graph calls: the last figure is the proof.
+has no graph to compile, since both paths are branches of the graph: the last figure is the proof.
 
 Figures: `import_vs_deps`, import of the package over that of lightning, torchao and torchmetrics; `convert_1000_s`,
 conversion of a model of 1,000 linears; `compile_vs_torchao`, first step with each block compiled, over stock
