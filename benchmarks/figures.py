@@ -86,9 +86,8 @@ def detection() -> str:
         suffix = suffix_of(name)
         alarms = "" if suffix == "default" else f"_{suffix}"
         strong = [row for row in result["rows"] if row["detector"] == name and row["strength"] != "low"]
-        strong += [
-            row for row in strong if row["kind"] == "outlier_channel"
-        ]  # nature makes these, too: they count double
+        # Nature makes outlier channels, too: they count double.
+        strong += [row for row in strong if row["kind"] == "outlier_channel"]
         rows.append(
             [
                 words,
@@ -188,7 +187,7 @@ def cases(name: str) -> str:
 
 
 SPEED = ("controller", "signal", "startup")
-"""The benchmarks in `GOALS`."""
+"""Those of the benchmarks in `GOALS` that have been run in full; the others are due."""
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "results.md": {
         "machine": partial(machine, "detection", "quality"),

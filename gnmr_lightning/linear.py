@@ -425,7 +425,6 @@ class _GraphLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         x_MK: Tensor,
         weight_NK: Tensor,
         bias_N: Tensor | None,
@@ -447,11 +446,9 @@ class _GraphLinear(torch.autograd.Function):
             return (y_MN, _ops.probe_output(None, x_MK, weight_NK, probed, name)) if probing else (y_MN,)
 
         y_MN, *rest = torch.cond(recovered, bf16, low, (x_MK, weight_NK))
-        probe = rest[0] if probing else probes.new_zeros(4)
-        ctx.save_for_backward(x_MK, weight_NK, recovered, probe)
-        ctx.mark_non_differentiable(probe)
-        ctx.probed, ctx.flops, ctx.probes, ctx.name = probed, flops, probes, name
-        return y_MN, probe
+        return y_MN, rest[0] if probing else probes.new_zeros(4)
+
+    setup_context = staticmethod(_setup_context)
 
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor, _: Any) -> tuple[Tensor | None, ...]:

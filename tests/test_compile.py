@@ -4,11 +4,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import D, Net, batches, trainer
+from test_linear import assert_equal, recoverable, run
 from torch import nn
 
 from gnmr_lightning import GNMRConfig, GNMRPrecision, backends
 from gnmr_lightning.backends import Backend
-from gnmr_lightning.linear import make_recoverable
 
 
 class Normed(Net):
@@ -90,15 +90,6 @@ def test_a_backend_says_whether_it_is_compiled_where_the_model_is(compiles):
     torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
-def step(run, x, grad):
-    """Output, gradients, and what the layer has counted and probed."""
-    x = x.clone().requires_grad_()
-    run.zero_grad()
-    y = run(x)
-    y.backward(grad)
-    return y.detach(), x.grad, *(p.grad.clone() for p in run.parameters())
-
-
 @pytest.mark.parametrize("dynamic", [False, None, True])
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "int8", "float8_blockwise"])
 def test_compiled_is_eager_to_the_bit_for_any_number_of_rows_on_both_paths(recipe, dynamic):
@@ -107,7 +98,7 @@ def test_compiled_is_eager_to_the_bit_for_any_number_of_rows_on_both_paths(recip
     eager, compiled = (nn.Linear(64, 32), nn.Linear(64, 32))
     compiled.load_state_dict(eager.state_dict())
     for layer in (eager, compiled):
-        make_recoverable(layer, torch.tensor(False), torch.tensor(False), backends.resolve(recipe).name)
+        recoverable(layer, recipe)
     compiled.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (32, 16, 7, 64, 1, 2):
         x, grad = torch.randn(rows, 64), torch.randn(rows, 32)
@@ -116,8 +107,7 @@ def test_compiled_is_eager_to_the_bit_for_any_number_of_rows_on_both_paths(recip
                 for layer in (eager, compiled):
                     layer.recovered.fill_(recovered)
                     layer.probed.fill_(probed)
-                both = step(eager, x, grad), step(compiled, x, grad)
-                assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+                assert_equal(run(compiled, x, grad), run(eager, x, grad))
                 assert torch.equal(eager.flops, compiled.flops)
                 assert torch.equal(eager.probes, compiled.probes)
     assert eager.probes.any()
@@ -133,8 +123,7 @@ def test_the_compiler_sees_the_casts(recipe):
         seen.append(graph.print_readable(print_output=False))
         return graph
 
-    layer = nn.Linear(64, 32)
-    make_recoverable(layer, torch.tensor(False), torch.tensor(False), backends.resolve(recipe).name)
+    layer = recoverable(nn.Linear(64, 32), recipe)
     with torch.no_grad():
         torch.compile(layer, fullgraph=True, backend=look)(torch.randn(16, 64))
     assert "cond" in seen[0]
@@ -154,8 +143,7 @@ def test_a_backend_that_takes_the_name_of_another_is_traced_anew():
 
     torch._dynamo.reset()
     backends.register(Plus(1.0))
-    layer = nn.Linear(64, 32, bias=False)
-    make_recoverable(layer, torch.tensor(False), torch.tensor(False), "plus")
+    layer = recoverable(nn.Linear(64, 32, bias=False), "plus")
     compiled, x = torch.compile(layer, fullgraph=True, backend="aot_eager"), torch.randn(16, 64)
     with torch.no_grad():
         first = compiled(x)
@@ -183,11 +171,11 @@ def test_autocast_is_the_same_behind_a_compiled_layer(recipe, recovered):
     torch.manual_seed(0)
     model, x, grad = Attention(), torch.randn(2, 8, 32), torch.randn(2, 8, 32).bfloat16()
     for layer in (model.project, model.out):
-        make_recoverable(layer, torch.tensor(recovered), torch.tensor(False), backends.resolve(recipe).name)
+        recoverable(layer, recipe, recovered)
     with torch.autocast("cpu", torch.bfloat16):
-        eager = step(model, x, grad)
-        compiled = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x, grad)
-    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+        eager = run(model, x, grad)
+        compiled = run(torch.compile(model, fullgraph=True, backend="aot_eager"), x, grad)
+    assert_equal(compiled, eager)
 
 
 def test_whether_triton_is_there_breaks_no_graph():

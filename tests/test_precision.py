@@ -156,7 +156,6 @@ def test_torch_compile_of_the_module_trains_in_one_graph_while_units_flip():
         return [*record.weights[-1], run.callback_metrics["val_loss"]]  # validated under inference_mode
 
     compiled = losses(torch.compile(Silent(), backend="aot_eager"))
-    # And inside of the op one of the output, and one of the gradients with and without that of the input.
     assert Flip.graphs == [1]
     for a, b in zip(compiled, losses(Silent()), strict=True):
         torch.testing.assert_close(a, b)
