@@ -7,7 +7,8 @@ Every side trains the same model (weights in bf16, fused AdamW, each block compi
 tokens with a Lightning Trainer. Two such models with their optimizer's states are much for one GPU, so the sides take
 turns run by run, A B C A B C, not step by step, and each run frees its memory. A step is timed from its start to the
 next one's by CUDA events, which wait for nothing. Synchronisations are counted in steps of their own, which torch's
-warnings about them slow down. Units that are recovered are spread evenly over the model, the same in every step.
+warnings about them slow down. Units that are recovered are spread evenly over the model, the same in every step: their
+locks are renewed again and again.
 
 Figures: `tokens_per_s_bf16`, `tokens_per_s_torchao` (its rowwise recipe), `tokens_per_s_ours` (the same with nothing
 recovered), `ours_vs_torchao` (tokens/s; more is better); `speedup_kept_5` and `speedup_kept_10`, the share of torchao's
@@ -38,13 +39,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from gnmr_lightning import GNMRConfig, GNMRPrecision
+from gnmr_lightning.controller import _SETTLING
 
 from .common import QUIET, arguments, report, spread
 from .overhead import NEVER, Recovered, StockPrecision
 from .recompiles import graphs
 
 RECIPE = "float8_rowwise"
-WARM_UP, COUNTED = 4, 2  # steps before the timed ones, and steps after them in which synchronisations are counted
+# Steps before the timed ones, in the first of which every unit is probed, and steps after them in which
+# synchronisations are counted.
+WARM_UP, COUNTED = _SETTLING + 4, 2
 
 
 class Size(NamedTuple):

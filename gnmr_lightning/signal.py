@@ -19,8 +19,10 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -88,22 +90,23 @@ class UnitNorms:
         found = _gradients(optimizer)
         gradients = [gradient for _, gradient in found]
         on_device = [*_squared_norms([p for p, _ in found], gradients), *_take_probes(plan.layers, self._distributed)]
+        # From here on numpy: on arrays this small, torch's calls cost several times as much.
         measured = (
-            torch.cat([part.flatten() for part in on_device]).cpu() if on_device else torch.zeros(0, device="cpu")
+            torch.cat([part.flatten() for part in on_device]).cpu().double().numpy() if on_device else np.zeros(0)
         )
-        squares_P, probes = measured.double().split([len(found), len(measured) - len(found)])
-        errors, began = _errors(probes.view(-1, 3, 4), plan.unit_L, rest)
-        # device="cpu": the user's default device (Trainer.init_module, torch.set_default_device) is not ours.
-        unit_P = torch.tensor([plan.unit_of.get(id(p), rest) for p, _ in found], dtype=torch.int64, device="cpu")
-        squares = torch.zeros(rest + 1, dtype=torch.float64, device="cpu").index_add_(0, unit_P, squares_P)
-        present = torch.zeros(rest + 1, dtype=torch.bool, device="cpu").index_fill_(0, unit_P, True)
+        squares_P, probes = np.split(measured, [len(found)])
+        errors, began = _errors(probes.reshape(-1, 3, 4), plan.unit_L, rest)
+        unit_P = np.fromiter((plan.unit_of.get(id(p), rest) for p, _ in found), dtype=np.intp, count=len(found))
+        with np.errstate(over="ignore"):
+            squares = np.bincount(unit_P, weights=squares_P, minlength=rest + 1)
+            total = squares_P.sum()
         return Signal(
-            norms=squares[:rest].sqrt(),
+            norms=torch.from_numpy(np.sqrt(squares[:rest])),
             stepping=plan.stepping_U,
-            present=present[:rest],
-            total_norm=math.sqrt(squares_P.sum().item()),
-            errors=errors,
-            began=began,
+            present=torch.from_numpy(np.bincount(unit_P, minlength=rest + 1)[:rest] > 0),
+            total_norm=math.sqrt(total),
+            errors=torch.from_numpy(errors),
+            began=torch.from_numpy(began),
             gradients=gradients,
             versions=[gradient._version for gradient in gradients],
         )
@@ -128,8 +131,8 @@ class UnitNorms:
                     if isinstance(linear, RecoverableLinear) and len(linear.probes):
                         layers.append(linear)
                         indices.append(index)
-            unit_L = torch.tensor(indices, dtype=torch.int64, device="cpu")
-            self._plans[optimizer] = plan = _Plan(count, unit_of, stepping, layers, unit_L)
+            plan = _Plan(count, unit_of, stepping, layers, np.array(indices, dtype=np.intp))
+            self._plans[optimizer] = plan
         return plan
 
 
@@ -141,7 +144,7 @@ class _Plan:
     unit_of: dict[int, int]  # by id of the parameter
     stepping_U: Tensor
     layers: list[RecoverableLinear]  # those that probe
-    unit_L: Tensor
+    unit_L: NDArray[np.intp]
 
 
 def _trains(unit: RecoverableUnit) -> bool:
@@ -187,19 +190,20 @@ def _take_probes(layers: list[RecoverableLinear], distributed: bool) -> list[Ten
     return [taken.double()]
 
 
-def _errors(probes: Tensor, unit_L: Tensor, n_units: int) -> tuple[Tensor, Tensor]:
+def _errors(probes: NDArray, unit_L: NDArray, n_units: int) -> tuple[NDArray, NDArray]:
     """`Signal.errors` and `Signal.began` from the layers' probes (L, 3, 4)."""
-    errors = torch.full((n_units, 3), -1.0, dtype=torch.float64, device="cpu")
-    began = torch.zeros(n_units, dtype=torch.bool, device="cpu")
+    errors = np.full((n_units, 3), math.nan)
+    began = np.zeros(n_units, dtype=bool)
     if len(probes):
-        error, exact, product, operand = probes.unbind(-1)
-        relative = (error / exact).sqrt().nan_to_num(nan=math.inf)
+        error, exact, product, operand = probes.transpose(2, 0, 1)
+        with np.errstate(all="ignore"):
+            relative = np.sqrt(error / exact)
+        relative[np.isnan(relative)] = math.inf
         # No product, or one without a finite operand, says nothing about the layer.
-        relative = relative.masked_fill(~((exact > 0) & (exact < math.inf)), -1.0)
-        errors.scatter_reduce_(0, unit_L[:, None].expand_as(relative), relative, "amax")
-        in_layer = ((relative == math.inf) | (operand.isfinite() & ~product.isfinite())).any(1)
-        began[unit_L[in_layer]] = True
-    return errors.masked_fill_(errors < 0, math.nan), began
+        relative[~((exact > 0) & (exact < math.inf))] = math.nan
+        np.fmax.at(errors, unit_L, relative)
+        began[unit_L[((relative == math.inf) | (np.isfinite(operand) & ~np.isfinite(product))).any(1)]] = True
+    return errors, began
 
 
 def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> list[Tensor]:
