@@ -212,7 +212,7 @@ def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> l
         return []
     device = gradients[0].device
     double = any(gradient.dtype is torch.float64 for gradient in gradients)
-    norms = torch._foreach_norm(_dense(gradients), 2, dtype=torch.float64 if double else torch.float32)
+    norms = _norms(_dense(gradients), torch.float64 if double else torch.float32)
     squares_P = torch.stack([norm.to(device) for norm in norms]).double().square()
     meshes: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for index, parameter in enumerate(parameters):
@@ -224,6 +224,27 @@ def _squared_norms(parameters: list[nn.Parameter], gradients: list[Tensor]) -> l
             dist.all_reduce(part, group=group)
         squares_P[indices] = part
     return [squares_P]
+
+
+_PIECE = 2**17  # elements
+
+
+def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """L2 norm of each gradient.
+
+    A CPU first copies a gradient of another dtype into `dtype`, all of it: in pieces that stays small, and in cache.
+    """
+    pieces = [
+        gradient.reshape(-1).split(_PIECE)
+        if gradient.device.type == "cpu" and gradient.dtype is not dtype and gradient.numel() > _PIECE
+        else (gradient,)
+        for gradient in gradients
+    ]
+    norms = iter(torch._foreach_norm([piece for of_one in pieces for piece in of_one], 2, dtype=dtype))
+    return [
+        torch.linalg.vector_norm(torch.stack([next(norms) for _ in of_one])) if len(of_one) > 1 else next(norms)
+        for of_one in pieces
+    ]
 
 
 def _sharding_groups(parameter: DTensor) -> tuple[dist.ProcessGroup, ...]:

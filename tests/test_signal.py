@@ -42,6 +42,18 @@ def test_norms_equal_a_slow_sum_of_squares(model, dtype):
     assert signal.finite
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_measured_in_pieces(transposed):
+    linear = nn.Linear(700, 501, bias=False).bfloat16()  # 2 pieces and a rest
+    grad = torch.randn(700, 501).bfloat16().t() if transposed else torch.randn(501, 700).bfloat16()
+    linear.weight.grad = grad
+    assert linear.weight.grad.stride() == grad.stride()
+    norms, optimizer = UnitNorms([RecoverableUnit("a", {"a": linear})]), torch.optim.SGD(linear.parameters(), 0.1)
+    assert norms.measure(optimizer).norms.tolist() == pytest.approx([oracle(grad)], rel=1e-5)
+    grad[-1, -1] = math.inf
+    assert norms.measure(optimizer).norms.tolist() == [math.inf]
+
+
 def test_the_total_is_what_clip_grad_norm_returns(model):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     total = unit_norms(model).measure(optimizer).total_norm
