@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from gnmr_lightning.linear import make_recoverable
 from gnmr_lightning.signal import UnitNorms, scale_gradients
 from gnmr_lightning.units import RecoverableUnit
 
@@ -95,6 +96,32 @@ def test_the_users_default_device_is_not_ours(model):
     assert torch.equal(signal.norms, expected.norms)
     assert signal.stepping.tolist() == signal.present.tolist() == [True, True]
     assert nothing.norms.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("probe", "error", "began"),  # a probe: squares of the error, of the exact product, of a product's column, of x's
+    [
+        ((0.04, 1.0, 1.0, 1.0), 0.2, False),
+        ((math.inf, 1.0, 1.0, 1.0), math.inf, True),
+        ((math.nan, 1.0, 1.0, 1.0), math.inf, True),
+        ((0.04, 1.0, math.inf, 1.0), 0.2, True),
+        ((0.04, 1.0, math.nan, math.nan), 0.2, False),  # it came in with x
+        ((math.nan, math.nan, math.nan, math.nan), math.nan, False),
+        ((0.0, 0.0, 0.0, 0.0), math.nan, False),  # not probed
+    ],
+)
+def test_what_a_probe_says(model, probe, error, began):
+    for name in "ab":
+        make_recoverable(model[name], torch.tensor(False), torch.tensor(True), "int8")
+    model["b"].probes[1] = torch.tensor(probe)
+    norms, optimizer = unit_norms(model), torch.optim.SGD(model.parameters(), 0.1)
+    signal = norms.measure(optimizer)
+    assert signal.errors.dtype == torch.float64
+    expected = torch.full((2, 3), math.nan, dtype=torch.float64)
+    expected[1, 1] = error
+    torch.testing.assert_close(signal.errors, expected, equal_nan=True)
+    assert signal.began.tolist() == [False, began]
+    assert norms.measure(optimizer).errors.isnan().all()  # taken: they begin anew
 
 
 def test_an_empty_gradient_counts_as_zero():
