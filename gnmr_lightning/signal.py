@@ -91,11 +91,9 @@ class UnitNorms:
         gradients = [gradient for _, gradient in found]
         on_device = [*_squared_norms([p for p, _ in found], gradients), *_take_probes(plan.layers, self._distributed)]
         # From here on numpy: on arrays this small, torch's calls cost several times as much.
-        measured = (
-            torch.cat([part.flatten() for part in on_device]).cpu().double().numpy() if on_device else np.zeros(0)
-        )
-        squares_P, probes = np.split(measured, [len(found)])
-        errors, began = _errors(probes.reshape(-1, 3, 4), plan.unit_L, rest)
+        measured = torch.cat([part.flatten() for part in on_device]).cpu().numpy() if on_device else np.zeros(0)
+        squares_P, probes = measured[: len(found)], measured[len(found) :].reshape(-1, 3, 4)
+        errors, began = _errors(probes, plan.unit_L, rest)
         unit_P = np.fromiter((plan.unit_of.get(id(p), rest) for p, _ in found), dtype=np.intp, count=len(found))
         with np.errstate(over="ignore"):
             squares = np.bincount(unit_P, weights=squares_P, minlength=rest + 1)
